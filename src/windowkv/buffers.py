@@ -1,0 +1,158 @@
+"""Where keys and values of one layer are stored, and which positions are still there.
+
+Knows tensors and positions. Knows nothing of models, configs, masks or transformers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windowkv.errors import InputError, RollbackError
+from windowkv.window import Append, Retention, Span, tail_length
+
+TOKENS = 2  # the dimension of [B, H, T, D] that grows
+
+
+class Buffer:
+    """Keys and values of one layer, in order of position, within the bound of its retention.
+
+    Appending writes in place and hands out views, so no token costs a copy of the window; when the room is used up,
+    what must be kept moves to the front (compact). Storage follows the tokens up to the bound and never goes beyond.
+    Without a window everything is kept and the storage grows in steps.
+
+    >>> buffer = Buffer(Retention(window=4, rollback=2))
+    >>> states = torch.arange(100.0).reshape(1, 1, 100, 1)
+    >>> keys, values = buffer.append(states, states)  # a prompt sees itself whole
+    >>> keys.shape[2], buffer.span
+    (100, Span(start=95, end=100))
+    >>> keys, values = buffer.append(states[:, :, :1], states[:, :, :1])
+    >>> keys.flatten().tolist()
+    [97.0, 98.0, 99.0, 0.0]
+    """
+
+    def __init__(self, retention: Retention) -> None:
+        """Hold nothing yet: batch, heads, dtype and device are those of the first append."""
+        self.retention = retention
+        self.span = Span()
+        self.storages: tuple[Tensor, ...] = ()  # keys [B, H, capacity, D] and values [B, H, capacity, Dv], or nothing
+
+    @property
+    def tail(self) -> tuple[Tensor, ...]:
+        """Views of the keys and values that the next query will see, `[B, H, min(seen, window - 1), D]`."""
+        first = self.span.end - tail_length(self.span.end, self.retention.window)
+        return tuple(storage[:, :, self.span.slots(first, self.span.end)] for storage in self.storages)
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add `Q` tokens and return what they attend to: the visible past and themselves.
+
+        keys `[B, H, Q, D]`, values `[B, H, Q, Dv]`; returns `[B, H, K, D]` and `[B, H, K, Dv]` with
+        `K = min(seen, window - 1) + Q`, valid until the next append. A buffer that holds a single row takes a batch of
+        any size: the row is repeated.
+
+        Raises InputError when the tensors do not fit each other or what is held; nothing changes then.
+        """
+        self._check(keys, values)
+        storages = self.storages or (_no_tokens(keys), _no_tokens(values))
+        if storages[0].shape[0] != keys.shape[0]:
+            storages = tuple(storage.expand(keys.shape[0], -1, -1, -1) for storage in storages)
+        step = self.retention.append(self.span, keys.shape[TOKENS])
+        capacity = storages[0].shape[TOKENS]
+        if step.span.end > capacity and capacity != self.retention.bound:
+            capacity = self.retention.capacity(step.span.end)
+        # All that allocates comes first: when memory runs out, the buffer is as it was.
+        writes = [
+            _prepare(old, new, self.span, step, capacity) for old, new in zip(storages, (keys, values), strict=True)
+        ]
+        visible_keys, visible_values = (write.run(step) for write in writes)
+        self.storages, self.span = tuple(write.target for write in writes), step.span
+        return visible_keys, visible_values
+
+    def check_take_back(self, count: int) -> None:
+        """Raise RollbackError when the newest `count` tokens cannot be taken back."""
+        room = self.retention.rollback_room(self.span)
+        if not 0 <= count <= room:
+            raise RollbackError(
+                f"cannot take back {count} tokens: 0 to {room} of the {self.span.seen} seen can be; "
+                f"a cache made with a larger rollback than {self.retention.rollback} keeps more"
+            )
+
+    def take_back(self, count: int) -> None:
+        """Forget the newest `count` tokens, at no copy. Raises RollbackError, and changes nothing, beyond the room."""
+        self.check_take_back(count)
+        self.span = Span(self.span.start, self.span.end - count)
+
+    def take_rows(self, rows: Tensor) -> None:
+        """Make row i what row `rows[i]` was; rows is an integer tensor `[B']` that may repeat and leave out."""
+        self.storages = tuple(storage.index_select(0, rows.to(storage.device)) for storage in self.storages)
+
+    def clear(self) -> None:
+        """Forget every token and free the storage."""
+        self.span, self.storages = Span(), ()
+
+    def _check(self, keys: Tensor, values: Tensor) -> None:
+        if keys.ndim != 4 or values.ndim != 4 or keys.shape[::2] != values.shape[::2]:
+            raise InputError(
+                f"keys {list(keys.shape)} and values {list(values.shape)}: must be [batch, heads, tokens, head_dim], "
+                "with one batch and one number of tokens"
+            )
+        for name, held, new in zip(("keys", "values"), self.storages, (keys, values), strict=False):
+            if (held.dtype, held.device) != (new.dtype, new.device):
+                raise InputError(
+                    f"{name} in {new.dtype} on {new.device}, but this cache holds {held.dtype} on {held.device}; "
+                    "a new cache (or cache.reset()) takes any dtype and device"
+                )
+            if held.shape[1::2] != new.shape[1::2] or held.shape[0] not in (1, new.shape[0]):
+                raise InputError(
+                    f"{name} [batch, heads, tokens, head_dim] = {list(new.shape)}, but this cache holds "
+                    f"batch {held.shape[0]}, heads {held.shape[1]}, head_dim {held.shape[3]}; "
+                    "select or repeat its rows first, or use a new cache"
+                )
+
+
+@dataclass(frozen=True)
+class _Write:
+    """One tensor's share of an append, with everything allocated."""
+
+    target: Tensor  # [B, H, capacity, D]
+    kept: Tensor | None  # old tokens that move to the front of the target; None where they already lie right
+    new: Tensor  # new tokens that are stored
+    temporary: Tensor | None  # what attention reads, if not the target
+
+    def run(self, step: Append) -> Tensor:
+        """Write, and return what attention reads."""
+        last = step.span.held
+        first_new = last - self.new.shape[TOKENS]
+        if self.kept is not None:
+            self.target[:, :, :first_new] = self.kept
+        self.target[:, :, first_new:last] = self.new
+        return (
+            self.target[:, :, step.span.slots(step.first, step.span.end)] if self.temporary is None else self.temporary
+        )
+
+
+def _prepare(storage: Tensor, new: Tensor, span: Span, step: Append, capacity: int) -> _Write:
+    past = storage[:, :, span.slots(step.first, span.end)]
+    old = storage[:, :, span.slots(min(step.span.start, span.end), span.end)]
+    in_place = _writable(storage) and storage.shape[TOKENS] == capacity
+    moves = step.span.start != span.start
+    # Reading and writing overlapping memory in one copy gives garbage, so a move within the storage takes a clone.
+    within = old.clone() if in_place and moves else None
+    return _Write(
+        target=storage if in_place else new.new_empty((*new.shape[:TOKENS], capacity, new.shape[-1])),
+        kept=within if in_place else old,
+        new=new[:, :, max(0, step.span.start - span.end) :],
+        temporary=(torch.cat((past, new), TOKENS) if past.shape[TOKENS] else new) if step.detour else None,
+    )
+
+
+def _writable(storage: Tensor) -> bool:
+    """Whether writing in place spoils nothing: no gradient, no inference tensor, no row that stands for several."""
+    if torch.is_grad_enabled() or storage.requires_grad or not storage.is_contiguous():
+        return False
+    # A compiled graph cannot ask for the inference mode, and needs not: torch.compile keeps the two apart itself.
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not storage.is_inference()
+
+
+def _no_tokens(like: Tensor) -> Tensor:
+    return like.new_empty((*like.shape[:TOKENS], 0, like.shape[-1]))

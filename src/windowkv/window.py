@@ -1,0 +1,147 @@
+"""Who sees whom and what must be kept, in integers: the window's edge is decided here and nowhere else.
+
+Knows positions and counts. Knows nothing of tensors, models or configs.
+"""
+
+from dataclasses import dataclass, field
+
+
+def sees(query: int, key: int, window: int | None) -> bool:
+    """Whether a causal query at one position attends to the key at another.
+
+    `window` counts the query itself: with 4, position 9 sees 6, 7, 8 and 9. None is full attention.
+
+    >>> [key for key in range(12) if sees(9, key, window=4)]
+    [6, 7, 8, 9]
+    """
+    return key <= query and (window is None or query - key < window)
+
+
+def tail_length(seen: int, window: int | None) -> int:
+    """How many past tokens the next query can still see.
+
+    >>> tail_length(100, window=4), tail_length(2, window=4), tail_length(100, window=1), tail_length(100, window=None)
+    (3, 2, 0, 100)
+    """
+    return seen if window is None else min(seen, window - 1)
+
+
+def kv_range(seen: int, new: int, window: int | None) -> tuple[int, int]:
+    """`(kv_length, kv_offset)`: how many keys `new` queries after `seen` tokens meet, and the first one's position.
+
+    >>> kv_range(100, 5, window=4)
+    (8, 97)
+    """
+    tail = tail_length(seen, window)
+    return tail + new, seen - tail
+
+
+def slack(window: int) -> int:
+    """Spare tokens of a sliding layer's buffer: room to append without moving the tail each time.
+
+    >>> slack(16), slack(4096)
+    (32, 256)
+    """
+    return max(32, window // 16)
+
+
+def growing_capacity(held: int) -> int:
+    """Room for `held` tokens in geometric steps: at most 12.5 % and at most 1,024 tokens are spare.
+
+    >>> [growing_capacity(n) for n in (0, 1, 9, 17, 1000, 1025, 100_000)]
+    [0, 1, 9, 18, 1024, 1152, 100352]
+    """
+    step = 1
+    while step < 1024 and held >= 16 * step:  # comparisons, not bit tricks: torch.compile keeps the count symbolic
+        step *= 2
+    return -(-held // step) * step
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions [start, end) that a buffer holds, oldest first; position p lies in slot p - start."""
+
+    start: int = 0
+    end: int = 0
+
+    @property
+    def seen(self) -> int:
+        """Tokens fed so far, which is the next token's position."""
+        return self.end
+
+    @property
+    def held(self) -> int:
+        """Tokens whose keys and values are still in memory."""
+        return self.end - self.start
+
+    def slots(self, first: int, last: int) -> slice:
+        """Where positions [first, last) lie."""
+        return slice(first - self.start, last - self.start)
+
+
+@dataclass(frozen=True)
+class Append:
+    """Where one call's new tokens go; decided once, used for keys and for values."""
+
+    first: int  # position of the oldest key that attention reads
+    span: Span  # what is held afterwards
+    detour: bool  # the new tokens do not fit beside the tail: attention reads a temporary copy
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How much of the past one layer keeps: its window, and how far it must be able to go back.
+
+    `window` None keeps everything. Otherwise `kept` tokens are always held once that many were seen, and never more
+    than `bound`.
+
+    >>> Retention(window=512, rollback=64).bound
+    607
+    """
+
+    window: int | None
+    rollback: int = 0
+    kept: int | None = field(init=False)  # tokens that may not be dropped: the tail at every point to return to
+    bound: int | None = field(init=False)  # most tokens that are ever held
+
+    def __post_init__(self) -> None:
+        """Work out once what every append asks for."""
+        kept = None if self.window is None else self.window - 1 + self.rollback
+        object.__setattr__(self, "kept", kept)
+        object.__setattr__(self, "bound", None if self.window is None or kept is None else kept + slack(self.window))
+
+    def capacity(self, seen: int) -> int:
+        """Tokens that the storage has room for after `seen` of them, however they came.
+
+        >>> [Retention(4, rollback=2).capacity(seen) for seen in (0, 3, 20, 1000)]
+        [0, 3, 20, 37]
+        """
+        room = growing_capacity(seen)
+        return room if self.bound is None else min(room, self.bound)
+
+    def append(self, span: Span, new: int) -> Append:
+        """Decide an append without touching a tensor.
+
+        >>> Retention(4, rollback=2).append(Span(10, 47), 1)  # full: keep the newest 3 + 2, then write
+        Append(first=44, span=Span(start=42, end=48), detour=False)
+        >>> Retention(4, rollback=2).append(Span(10, 47), 50)
+        Append(first=44, span=Span(start=92, end=97), detour=True)
+        """
+        first = span.end - tail_length(span.end, self.window)
+        end = span.end + new
+        if self.bound is None or self.kept is None or end - span.start <= self.bound:
+            return Append(first, Span(span.start, end), detour=False)
+        if end - first > self.bound:
+            return Append(first, Span(end - self.kept, end), detour=True)
+        start = max(span.start, span.end - self.kept, end - self.bound)
+        return Append(first, Span(start, end), detour=False)
+
+    def rollback_room(self, span: Span) -> int:
+        """How many tokens can be taken back and still leave the next query all that it may see.
+
+        >>> Retention(4).rollback_room(Span(10, 20)), Retention(4).rollback_room(Span(0, 20))
+        (7, 20)
+        """
+        if span.start == 0 or self.window is None:
+            return span.end  # nothing was dropped yet: even position 0 can be returned to
+        return max(0, span.held - (self.window - 1))

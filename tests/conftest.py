@@ -1,0 +1,8 @@
+import os
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+torch.set_num_threads(1)  # the models are tiny: threads only get in each other's way
