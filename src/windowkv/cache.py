@@ -1,0 +1,171 @@
+"""Many layers as one cache, all or nothing: what `generate` and a forward loop are handed.
+
+Knows which operation touches which layers. Knows nothing of how one layer stores its tokens.
+"""
+
+from collections.abc import Iterator
+from math import inf
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig
+
+from windowkv.errors import ConfigError, InputError, OptionError, RollbackError
+from windowkv.layers import BufferedLayer
+from windowkv.layout import CacheLayout, read_layout
+from windowkv.window import Retention
+
+ROLLBACK = 64  # tokens that can be taken back unless asked for otherwise; transformers drafts 20 at a time
+
+
+class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
+    """A cache whose layers with a window hold at most `window - 1 + rollback + slack` tokens; full layers hold all.
+
+    A drop-in for transformers' `DynamicCache`: pass it to `generate` or to a model's forward. Layers of a kind that has
+    no window and is not plain attention (linear, recurrent, indexed, ...) are transformers' own.
+
+    Args:
+        config: the model's config, or one that contains it as its text part.
+        rollback: how many of the newest tokens can always be taken back with `crop`.
+
+    Raises:
+        ConfigError: the config describes no causal decoder, or contradicts itself.
+        OptionError: rollback is no integer >= 0.
+    """
+
+    def __init__(self, config: PreTrainedConfig, rollback: int = ROLLBACK) -> None:
+        """See the class."""
+        if not isinstance(rollback, int) or isinstance(rollback, bool) or rollback < 0:
+            raise OptionError(f"rollback={rollback!r}: it is a number of tokens, an integer >= 0")
+        self.layout = read_layout(config)
+        # Not DynamicCache.__init__, which makes its own layers: that base is there for encoder-decoder caches to find.
+        Cache.__init__(self, layers=_new_layers(config, self.layout, rollback))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct storages that the cache holds now."""
+        return storage_nbytes(self)
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: shapes follow the tokens, so `generate` must not compile around this cache by itself."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back `-tokens_to_remove` tokens; 0 changes nothing.
+
+        Any point within `rollback` of the furthest position reached can be returned to, repeatedly; as long as nothing
+        was dropped, any point at all.
+
+        Raises RollbackError when some layer cannot; every layer is then as it was.
+        """
+        count = _rollback_count(tokens_to_remove)
+        # What an encoder saw is no part of the text.
+        encoder = {i for i, spec in enumerate(self.layout.layers) if spec.kind == "cross_attention"}
+        layers = [layer for i, layer in enumerate(self.layers) if i not in encoder]
+        for layer in layers:
+            _check_take_back(layer, count)
+        for layer in layers:
+            if count or getattr(
+                layer, "record_past", False
+            ):  # transformers' recording layers drop what they recorded at crop(0)
+                layer.crop(-count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row `beam_idx[i]` was, integers `[B']`. Raises InputError for a row that is not there."""
+        super().reorder_cache(self._checked_rows(beam_idx))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only rows `indices`: integers `[B']`, or a mask `[B]`. Raises InputError for one that is not there."""
+        super().batch_select_indices(self._checked_rows(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, next to itself. Raises InputError below 1."""
+        if not isinstance(repeats, int) or repeats < 1:
+            raise InputError(f"repeats={repeats!r}: every row can be repeated 1 time or more")
+        super().batch_repeat_interleave(repeats)
+
+    def _checked_rows(self, selection: Any) -> Tensor:
+        rows: Tensor = torch.as_tensor(selection)
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero().flatten()
+        held = next(
+            (
+                layer.buffer.storages[0].shape[0]
+                for layer in self.layers
+                if isinstance(layer, BufferedLayer) and layer.is_initialized
+            ),
+            None,
+        )
+        # Asking an accelerator would wait for it at every step of a beam search.
+        if held is None:
+            return rows
+        if rows.device.type == "cpu" and rows.numel() and not (-held <= int(rows.min()) and int(rows.max()) < held):
+            raise InputError(f"rows {rows.tolist()}: this cache holds rows 0 to {held - 1}")
+        return rows.where(rows >= 0, rows + held)
+
+
+def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int) -> list[Any]:
+    """A layer per spec: ours where windowkv stores it, else the one that transformers makes for it."""
+    theirs: list[Any] = [None] * len(layout.layers)
+    if not all(spec.buffered for spec in layout.layers):
+        try:
+            theirs = DynamicCache(config=config).layers  # before 5.20, without the layers that share, which come last
+        except KeyError as unknown:
+            raise ConfigError(
+                f"layers of kind {unknown} are known neither to windowkv nor to transformers so far; "
+                "a model that brings its own kind must be loaded first"
+            ) from unknown
+    return [
+        BufferedLayer(Retention(spec.window, rollback)) if spec.buffered else layer
+        for spec, layer in zip(layout.layers, theirs, strict=False)
+    ]
+
+
+def storage_nbytes(cache: Cache) -> int:
+    """Bytes of the distinct storages behind any transformers cache: what it keeps alive, not what its views show."""
+    storages = (tensor.untyped_storage() for layer in cache.layers for tensor in _tensors(layer))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, BufferedLayer):
+        yield from held.buffer.storages
+    elif isinstance(held, dict):
+        for value in held.values():
+            yield from _tensors(value)
+    elif hasattr(held, "__dict__"):
+        yield from _tensors(vars(held))
+
+
+def _rollback_count(tokens_to_remove: int) -> int:
+    try:
+        count = -index(tokens_to_remove)  # transformers before 5.20 hands over a tensor
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise RollbackError(
+            f"crop({tokens_to_remove!r}): the argument is minus the number of tokens to take back, an integer <= 0"
+        )
+    return count
+
+
+def _check_take_back(layer: Any, count: int) -> None:
+    if isinstance(layer, BufferedLayer):
+        layer.buffer.check_take_back(count)
+    elif count and not (layer.is_croppable and getattr(layer, "record_past", True) and _recorded(layer) >= count):
+        raise RollbackError(
+            f"cannot take back {count} tokens: a {type(layer).__name__} of transformers keeps a state with no way back"
+        )
+
+
+def _recorded(layer: Any) -> float:
+    """Tokens that the convolution states of one of transformers' layers can go back; infinite where there are none."""
+    states = getattr(layer, "conv_states", {})
+    return min(
+        (state.shape[-1] - layer.conv_kernel_size[i] for i, state in states.items() if state is not None), default=inf
+    )
