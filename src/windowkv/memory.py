@@ -1,0 +1,88 @@
+"""Exact bytes of a cache, before it exists: arithmetic over a layout and the capacities that buffers use too.
+
+Knows counts of tokens and bytes. Knows nothing of tensors, models or where a layout came from.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from windowkv.errors import OptionError
+from windowkv.layout import CacheLayout, LayerSpec
+from windowkv.window import Retention
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer of a plan."""
+
+    kind: str
+    window: int | None
+    capacity: int  # tokens that there is room for
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The bytes of a cache after `tokens` tokens in each of `batch_size` rows, as `cache.nbytes` will count them."""
+
+    tokens: int
+    batch_size: int
+    itemsize: int  # bytes of one number
+    layers: tuple[LayerPlan, ...]
+    baseline_bytes: int  # a cache in which no layer ever drops a token
+    peak_prefill_bytes: (
+        int  # while the whole prompt is computed in one go: all layers, and one layer's whole prompt besides
+    )
+    uncounted: tuple[int, ...]  # layers of kinds that transformers stores, whose bytes are in no number here
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes of the layers with a window, which do not grow any further once their bound is reached."""
+        return sum(layer.nbytes for layer in self.layers if layer.window is not None)
+
+
+def plan_layout(layout: CacheLayout, *, tokens: int, batch_size: int, itemsize: int, rollback: int) -> Plan:
+    """The plan of a cache with this layout. Raises OptionError, naming the value, for a count that is none."""
+    for name, value, least in (("tokens", tokens, 0), ("batch_size", batch_size, 1), ("rollback", rollback, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise OptionError(f"{name}={value!r}: it is an integer >= {least}")
+    rows = batch_size * itemsize
+    layers = tuple(_plan_layer(spec, tokens, rows, rollback) for spec in layout.layers)
+    whole = [tokens * rows * _width(spec) for spec in layout.layers]
+    return Plan(
+        tokens=tokens,
+        batch_size=batch_size,
+        itemsize=itemsize,
+        layers=layers,
+        baseline_bytes=sum(whole),
+        peak_prefill_bytes=sum(layer.nbytes for layer in layers) + max(whole, default=0),
+        uncounted=layout.foreign,
+    )
+
+
+def largest(fits: Callable[[int], bool], *, at_most: int) -> int:
+    """The largest n from 0 to `at_most` that fits, where all below one that fits do too; -1 when not even 0 does.
+
+    >>> largest(lambda n: n * n <= 50, at_most=1000)
+    7
+    """
+    low, high = -1, at_most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _plan_layer(spec: LayerSpec, tokens: int, rows: int, rollback: int) -> LayerPlan:
+    capacity = Retention(spec.window, rollback).capacity(tokens) if spec.buffered else 0
+    return LayerPlan(spec.kind, spec.window, capacity, capacity * rows * _width(spec))
+
+
+def _width(spec: LayerSpec) -> int:
+    """Numbers that one token of one row takes."""
+    return spec.kv_heads * (spec.head_dim + spec.value_head_dim) if spec.buffered else 0

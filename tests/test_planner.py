@@ -1,0 +1,157 @@
+"""Plans against caches: the same bytes, to the last one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import windowkv
+from tiny import MODELS, STATEFUL, cache_argument, fed, generated, shared_model, tokens
+from windowkv import DynamicSlidingWindowCache, ModelSourceError, OptionError
+from windowkv.cache import storage_nbytes
+
+
+def filled(model: Any, chunks: list[int], batch: int, rollback: int, dtype: torch.dtype) -> DynamicSlidingWindowCache:
+    """A cache fed without a model: states of the layout's shapes in chunks of these sizes."""
+    cache = DynamicSlidingWindowCache(model.config, rollback=rollback)
+    for chunk in chunks:
+        for index, spec in enumerate(cache.layout.layers):
+            if spec.buffered:
+                shape = (batch, spec.kv_heads, chunk)
+                with torch.no_grad():
+                    cache.update(
+                        torch.zeros(*shape, spec.head_dim, dtype=dtype),
+                        torch.zeros(*shape, spec.value_head_dim, dtype=dtype),
+                        index,
+                    )
+    return cache
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    chunks=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 700)), max_size=12),
+    batch=st.integers(1, 4),
+    rollback=st.sampled_from([0, 1, 64]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_plan_equals_the_cache_to_the_byte(
+    name: str, chunks: list[int], batch: int, rollback: int, dtype: torch.dtype
+) -> None:
+    model = shared_model(name)
+    cache = filled(model, chunks, batch, rollback, dtype)
+    plan = windowkv.plan(model.config, tokens=sum(chunks), batch_size=batch, dtype=dtype, rollback=rollback)
+    assert plan.total_bytes == cache.nbytes == storage_nbytes(cache)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_equals_what_generate_holds(name: str) -> None:
+    model = shared_model(name)
+    cache = DynamicSlidingWindowCache(model.config)
+    generated(model, tokens(3, 150), 20, **cache_argument(model, cache))
+    seen = cache.get_seq_length()
+    assert seen == 169
+    assert windowkv.plan(model.config, tokens=seen, batch_size=3, dtype=torch.float32).total_bytes == cache.nbytes
+
+
+def test_crop_reorder_and_beams_keep_to_the_plan_of_the_furthest_position() -> None:
+    model = shared_model("gemma3")
+    cache = DynamicSlidingWindowCache(model.config)
+    fed(model, cache, tokens(2, 300), 300)
+    cache.crop(-50)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    fed(model, cache, tokens(2, 20))
+    assert cache.nbytes == windowkv.plan(model.config, tokens=300, batch_size=2, dtype=torch.float32).total_bytes
+    cache.batch_repeat_interleave(3)
+    assert cache.nbytes == windowkv.plan(model.config, tokens=300, batch_size=6, dtype=torch.float32).total_bytes
+    cache.batch_select_indices(torch.tensor([4]))
+    assert cache.nbytes == windowkv.plan(model.config, tokens=300, batch_size=1, dtype=torch.float32).total_bytes
+
+
+def test_the_numbers_of_a_hybrid_model() -> None:
+    # 2 kv heads of 16 numbers, keys and values, fp32: 256 bytes a token and layer; the window is 8
+    plan = windowkv.plan(shared_model("gemma3").config, tokens=10_000, dtype=torch.float32)
+    bound, full = 8 - 1 + 64 + 32, 10_240  # 10,000 in steps of 1,024
+    assert [(layer.kind, layer.window, layer.capacity) for layer in plan.layers] == [("sliding", 8, bound)] * 3 + [
+        ("full", None, full)
+    ]
+    assert plan.bound_bytes == 3 * bound * 256
+    assert plan.total_bytes == (3 * bound + full) * 256
+    assert plan.baseline_bytes == 4 * 10_000 * 256
+    assert plan.peak_prefill_bytes == plan.total_bytes + 10_000 * 256
+    assert plan.uncounted == ()
+
+
+def test_layers_that_share_cost_nothing_and_foreign_ones_are_named() -> None:
+    shared = windowkv.plan(shared_model("gemma3n").config, tokens=100, dtype=torch.float32)
+    assert [layer.nbytes == 0 for layer in shared.layers] == [False] * 4 + [True] * 2
+    foreign = windowkv.plan(STATEFUL["lfm2"]().config, tokens=100, dtype=torch.float32)
+    assert foreign.uncounted == (0, 2)
+    assert [layer.kind for layer in foreign.layers] == ["conv", "full"] * 2
+
+
+def test_the_dtype_is_the_configs_unless_another_is_given() -> None:
+    config = hf.MistralConfig(sliding_window=8, dtype="bfloat16")
+    assert windowkv.plan(config, tokens=5).itemsize == 2
+    assert windowkv.plan(config, tokens=5, dtype=torch.float32).itemsize == 4
+    assert windowkv.plan(hf.MistralConfig(sliding_window=8), tokens=5).itemsize == 4
+
+
+@given(budget=st.integers(0, 3_000_000), batch=st.integers(1, 3))
+@settings(deadline=None)
+def test_max_tokens_is_the_last_that_fits(budget: int, batch: int) -> None:
+    config = shared_model("gemma3").config
+    most = windowkv.max_tokens(config, budget, batch_size=batch, dtype=torch.float32)
+    assert most is not None
+    assert windowkv.plan(config, tokens=most, batch_size=batch, dtype=torch.float32).total_bytes <= budget
+    assert windowkv.plan(config, tokens=most + 1, batch_size=batch, dtype=torch.float32).total_bytes > budget
+
+
+def test_max_tokens_has_no_limit_once_every_window_fits() -> None:
+    config = shared_model("mistral").config
+    everything = windowkv.plan(config, tokens=10_000, dtype=torch.float32).total_bytes
+    assert windowkv.max_tokens(config, everything, dtype=torch.float32) is None
+    assert windowkv.max_tokens(config, everything - 1, dtype=torch.float32) is not None
+    assert windowkv.max_tokens(config, 0, dtype=torch.float32) == 0
+
+
+def test_a_model_can_be_named_by_its_folder_or_config_file(tmp_path: Path) -> None:
+    config = shared_model("gemma3").config
+    config.save_pretrained(tmp_path)
+    expected = windowkv.plan(config, tokens=500)
+    for source in (tmp_path, str(tmp_path), tmp_path / "config.json"):
+        assert windowkv.plan(source, tokens=500) == expected
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelSourceError, match="nowhere"):
+        windowkv.plan(tmp_path / "nowhere", tokens=5)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(ModelSourceError, match=str(tmp_path)):
+        windowkv.plan(tmp_path, tokens=5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokens": -1},
+        {"tokens": 1.5},
+        {"tokens": 5, "batch_size": 0},
+        {"tokens": 5, "rollback": -1},
+        {"tokens": 5, "dtype": "half"},
+    ],
+)
+def test_a_count_that_is_none_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=list(options)[-1]):
+        windowkv.plan(shared_model("mistral").config, **options)
+
+
+@pytest.mark.parametrize("budget", [-1, 1.5, None])
+def test_a_budget_that_is_no_number_of_bytes_is_refused(budget: Any) -> None:
+    with pytest.raises(OptionError, match="budget_bytes"):
+        windowkv.max_tokens(shared_model("mistral").config, budget)
