@@ -55,7 +55,7 @@ def load_config(*, cache_dir: Path | None = None) -> Any:
 def read_or_write(copy: Path, *, write: Callable[[Path], None], read: Callable[[Path], T]) -> T:
     """Read the folder `copy`, which is written first where it is missing or damaged.
 
-    `write` fills an empty folder, which then takes the place of `copy` in one step: a crash leaves no half of a copy, and
+    `write` fills an empty folder, which then takes the place of `copy` in one step: no crash leaves half of a copy, and
     a second process waits for the first one's. Raises ModelSourceError when it cannot be written.
     """
     try:
@@ -66,9 +66,7 @@ def read_or_write(copy: Path, *, write: Callable[[Path], None], read: Callable[[
                     return read(copy)
                 except (OSError, ValueError, SafetensorError):
                     shutil.rmtree(copy)
-            for leftover in copy.parent.glob(
-                f".{copy.name}-*"
-            ):  # of a crash: we hold the lock
+            for leftover in copy.parent.glob(f".{copy.name}-*"):  # of a crash: we hold the lock
                 shutil.rmtree(leftover)
             with tempfile.TemporaryDirectory(prefix=f".{copy.name}-", dir=copy.parent) as temporary:
                 new = Path(temporary) / copy.name

@@ -1,0 +1,5 @@
+"""The `windowkv` command."""
+
+from windowkv.cli.commands import app, main
+
+__all__ = ["app", "main"]

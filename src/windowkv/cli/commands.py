@@ -1,0 +1,227 @@
+"""The commands and their options.
+
+Knows what each command does, in which order. Leaves torch and transformers to the command that needs them.
+"""
+
+import re
+import sys
+from enum import StrEnum
+from fractions import Fraction
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windowkv.cli import reports
+from windowkv.cli.sources import (
+    DEMO_MODEL,
+    encode,
+    import_slowly,
+    load,
+    python_documentation,
+    read_file,
+    read_stdin,
+)
+from windowkv.cli.terminal import print_json, print_table, progress, say
+from windowkv.errors import OptionError, WindowKVError
+from windowkv.plot import FORMATS, Usage, draw_comparison
+
+if TYPE_CHECKING:
+    from windowkv.comparison import Comparison
+
+_WITH_MODEL = ("windowkv.comparison", "windowkv.model_source", "transformers.modeling_utils")
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+class DType(StrEnum):
+    """Number formats, by torch's names."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def _picture_path(path: Path) -> Path:
+    if path.suffix not in FORMATS:
+        raise typer.BadParameter(f"{path} does not end in {', '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+def _byte_count(text: str) -> int:
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", text)
+    if not parts or parts[2] not in _UNITS:
+        raise typer.BadParameter(f"{text!r} is no number of bytes; 1500000, 1.5MiB and 2GiB are")
+    return int(Fraction(parts[1]) * _UNITS[parts[2]])
+
+
+_MODEL_HELP = f"{DEMO_MODEL}, a local folder, or a hub id."
+ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP)]
+TextFile = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="Text to continue, instead of Python's documentation.")
+]
+PromptFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="File with the text to continue.")]
+Picture = Annotated[Path, typer.Option(callback=_picture_path, help="Where the picture goes.")]
+Budget = Annotated[
+    int | None, typer.Option(parser=_byte_count, metavar="BYTES", help="Tell how many tokens fit in this, say 2GiB.")
+]
+Rollback = Annotated[int, typer.Option(min=0, help="Tokens that the cache can always take back.")]
+Precision = Annotated[DType, typer.Option(help="Number format of the weights and the cache.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Memory-bounded KV caches for language models with sliding-window attention."""
+    if show_version:
+        typer.echo(f"windowkv {version('windowkv')}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    text: TextFile = None,
+    model: ModelOption = DEMO_MODEL,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 4096,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Length of the continuation.")] = 64,
+    dtype: Precision = DType.FLOAT32,
+    output: Picture = Path("windowkv-demo.png"),
+    as_json: AsJson = False,
+) -> None:
+    """Continue one text with transformers' cache and with windowkv's, and show what each held and took."""
+    source = python_documentation() if text is None else read_file(text)
+    import_slowly(*_WITH_MODEL)
+    with progress() as show:
+        show(f"loading {model}", 0, 0)
+        network, tokenizer = load(model, dtype)
+        from windowkv.comparison import compare
+
+        prompt = encode(tokenizer, source)[:, :tokens]
+        comparison = compare(network, prompt, new_tokens=new_tokens, progress=show)
+        show("drawing", 0, 0)
+        picture = _draw(comparison, network, output)
+    if comparison.prompt_tokens < tokens:
+        say(f"the text is shorter than {tokens:,} tokens: all {comparison.prompt_tokens:,} of them were used")
+    if as_json:
+        report = reports.comparison_report(comparison)
+        print_json({"model": model, "dtype": dtype} | report | {"picture": picture and str(picture)})
+    else:
+        title = f"{model}, {dtype}, a prompt of {comparison.prompt_tokens:,} tokens"
+        print_table(reports.comparison_table(comparison, title=title))
+        typer.echo(f"picture: {picture or 'none'}")
+    if model == DEMO_MODEL:
+        from windowkv.demo_model import TERMS
+
+        say(TERMS)
+
+
+@app.command()
+def generate(
+    model: ModelOption,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; without one, stdin is read.")] = None,
+    prompt_file: PromptFile = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 200,
+    rollback: Rollback = 64,
+    dtype: Precision = DType.FLOAT32,
+) -> None:
+    """Continue a text, as the model's own generation settings say, in a cache that stays within its bound."""
+    source = _prompt(prompt, prompt_file)
+    import_slowly(*_WITH_MODEL)
+    with progress() as show:
+        show(f"loading {model}", 0, 0)
+        network, tokenizer = load(model, dtype)
+    from transformers import TextStreamer
+
+    from windowkv.integration import enable
+
+    ids = encode(tokenizer, source)
+    output = enable(network, rollback=rollback).generate(
+        ids,
+        attention_mask=ids.new_ones(ids.shape),
+        max_new_tokens=max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        return_dict_in_generate=True,
+    )
+    say(reports.generation_sentence(network, output, prompt_tokens=ids.shape[1]))
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help=_MODEL_HELP)],
+    tokens: Annotated[int | None, typer.Option(min=0, help="Tokens in each row.")] = None,
+    budget: Budget = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    dtype: Annotated[DType | None, typer.Option(help="Number format, instead of the config's own.")] = None,
+    rollback: Rollback = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what a cache will hold, to the byte, without loading any weights."""
+    if tokens is None and budget is None:
+        raise typer.BadParameter("pass --tokens, --budget, or both")
+    import_slowly("windowkv.planner", "windowkv.model_source")
+    import torch
+
+    from windowkv import planner
+    from windowkv.model_source import load_config
+
+    with progress() as show:
+        show(f"reading the config of {model}", 0, 0)
+        config = load_config(model)
+    options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype and getattr(torch, dtype), "rollback": rollback}
+    planned = None if tokens is None else planner.plan(config, tokens=tokens, **options)
+    most = None if budget is None else planner.max_tokens(config, budget, **options)
+    if as_json:
+        answer = {} if budget is None else {"budget_bytes": budget, "max_tokens": most}
+        print_json({"model": model, "rollback": rollback} | (reports.plan_report(planned) if planned else {}) | answer)
+        return
+    if planned is not None:
+        print_table(reports.plan_table(planned, title=f"{model}, {tokens:,} tokens, batch of {batch_size:,}"))
+    if budget is not None:
+        typer.echo(reports.budget_sentence(budget, most))
+
+
+def main() -> None:
+    """Run the command; what goes wrong on purpose ends in one line on stderr and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a model may write what a terminal cannot
+    try:
+        app()
+    except (WindowKVError, OSError) as error:
+        say(f"error: {' '.join(str(error).split())}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        raise typer.BadParameter("--prompt and --prompt-file are two prompts; pass one")
+    if prompt is not None:
+        return prompt
+    if prompt_file is not None:
+        return read_file(prompt_file)
+    if sys.stdin.isatty():
+        raise typer.BadParameter("no prompt: pass --prompt or --prompt-file, or pipe a text in")
+    return read_stdin()
+
+
+def _draw(comparison: "Comparison", network: Any, output: Path) -> Path | None:
+    """Where the picture is; without matplotlib None, and a line on how to get one."""
+    from windowkv.comparison import curves, windows
+
+    seen, _ = comparison.windowkv.points[-1]
+    old, new = curves(network.config, dtype=network.dtype, up_to=seen)
+    try:
+        return draw_comparison(
+            output,
+            baseline=Usage("transformers", old.after_prompt, old.decoding, comparison.baseline.points),
+            windowkv=Usage("windowkv", new.after_prompt, new.decoding, comparison.windowkv.points),
+            windows=windows(network.config),
+        )
+    except OptionError as no_matplotlib:
+        say(str(no_matplotlib))
+        return None

@@ -1,0 +1,135 @@
+"""How results are worded: comparisons, plans and generations as tables, JSON and sentences.
+
+Knows which numbers are worth telling, and their units. Computes none of them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from windowkv.comparison import Comparison
+    from windowkv.memory import Plan
+
+_UNITS = (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1), ("KiB", 1 << 10, 1))  # name, bytes, digits behind the point
+
+
+class _Measure(NamedTuple):
+    label: str
+    key: str  # in JSON, after the name of the run
+    attribute: str  # of comparison.Run
+    write: Callable[[Any], str]
+
+
+def size(nbytes: int | None) -> str:
+    """Bytes in the largest unit of which there is one.
+
+    >>> size(1000), size(150_994_944), size(2_200_000_000), size(None)
+    ('1,000 B', '144.0 MiB', '2.05 GiB', 'unknown')
+    """
+    if nbytes is None:
+        return "unknown"
+    fitting = (f"{nbytes / weight:,.{digits}f} {unit}" for unit, weight, digits in _UNITS if nbytes >= weight)
+    return next(fitting, f"{nbytes:,} B")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def _ratio(before: float | None, after: float | None) -> str:
+    return f"{before / after:.2f}x" if before is not None and after else "-"
+
+
+_MEASURES = (
+    _Measure("KV bytes right after the prompt", "kv_bytes", "prompt_bytes", size),
+    _Measure("KV bytes while decoding, at most", "decoding_kv_bytes", "decoding_bytes", size),
+    _Measure("peak memory of the process", "peak_bytes", "peak_bytes", size),
+    _Measure("time to first token", "first_token_seconds", "first_token_seconds", _duration),
+    _Measure("time per token, median", "token_seconds", "token_seconds", _duration),
+)
+
+
+def comparison_report(comparison: "Comparison") -> dict[str, Any]:
+    """A comparison for JSON: bytes and seconds, each for `baseline_` and `windowkv_`."""
+    runs = {"baseline": comparison.baseline, "windowkv": comparison.windowkv}
+    return {
+        "tokens_equal": comparison.tokens_equal,
+        "prompt_tokens": comparison.prompt_tokens,
+        "new_tokens": len(comparison.windowkv.tokens),
+        "bound_bytes": comparison.bound_bytes,
+        "uncounted_layers": comparison.uncounted,
+        **{f"{name}_{each.key}": getattr(run, each.attribute) for each in _MEASURES for name, run in runs.items()},
+    }
+
+
+def comparison_table(comparison: "Comparison", *, title: str) -> Table:
+    """A comparison for a reader."""
+    table = _table(title, "", "transformers", "windowkv", "ratio")
+    old, new = comparison.baseline, comparison.windowkv
+    equal = "equal" if comparison.tokens_equal else "DIFFERENT"
+    table.add_row("new tokens", str(len(old.tokens)), str(len(new.tokens)), equal)
+    for label, _, attribute, write in _MEASURES:
+        before, after = getattr(old, attribute), getattr(new, attribute)
+        table.add_row(label, write(before), write(after), _ratio(before, after))
+    table.add_row("exact bound, as planned", "", size(comparison.bound_bytes), "")
+    table.caption = _uncounted(comparison.uncounted)
+    return table
+
+
+def plan_report(plan: "Plan") -> dict[str, Any]:
+    """A plan for JSON, layer by layer."""
+    return asdict(plan) | {"total_bytes": plan.total_bytes, "bound_bytes": plan.bound_bytes}
+
+
+def plan_table(plan: "Plan", *, title: str) -> Table:
+    """A plan for a reader, equal layers together."""
+    table = _table(title, "layers", "tokens held", "bytes")
+    for layer, count in Counter(plan.layers).items():
+        kind = layer.kind if layer.window is None else f"{layer.kind}, window {layer.window:,}"
+        table.add_row(f"{count} {kind}", f"{layer.capacity:,}", size(count * layer.nbytes))
+    table.add_section()
+    table.add_row("all", "", size(plan.total_bytes))
+    table.add_row("if no token were ever dropped", "", size(plan.baseline_bytes))
+    table.add_row("ratio", "", _ratio(plan.baseline_bytes, plan.total_bytes))
+    table.add_row("at most, while all of it is read in one go", "", size(plan.peak_prefill_bytes))
+    table.caption = _uncounted(plan.uncounted)
+    return table
+
+
+def budget_sentence(budget: int, max_tokens: int | None) -> str:
+    """How many tokens fit; None for any number of them."""
+    fit = "any number of tokens fits" if max_tokens is None else f"{max_tokens:,} tokens fit"
+    return f"{fit} in {size(budget)}"
+
+
+def generation_sentence(network: Any, output: Any, *, prompt_tokens: int) -> str:
+    """What the cache of a finished `generate` holds, and what it would hold had it never dropped a token."""
+    from transformers import Cache
+
+    from windowkv.cache import storage_nbytes
+    from windowkv.planner import plan
+
+    counts = f"{prompt_tokens:,} tokens of prompt, {output['sequences'].shape[1] - prompt_tokens:,} new"
+    cache = next((value for value in output.values() if isinstance(value, Cache)), None)
+    if cache is None:
+        return f"{counts}; this model keeps no cache"
+    held = storage_nbytes(cache)
+    whole = plan(network.config, tokens=cache.get_seq_length(), dtype=network.dtype).baseline_bytes
+    return f"{counts}; {size(held)} of keys and values held, {size(whole)} if none were dropped ({_ratio(whole, held)})"
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(first, title=Text(title), title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    for header in others:
+        table.add_column(header, justify="right")
+    return table
+
+
+def _uncounted(layers: Sequence[int]) -> str | None:
+    return f"not planned: layers {', '.join(map(str, layers))}, which transformers keeps" if layers else None

@@ -1,0 +1,55 @@
+"""Results on stdout; progress, notes and errors on stderr, so that a pipe gets results alone.
+
+Knows streams and terminals. Knows nothing of what is written to them.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+Show = Callable[[str, int, int], None]  # stage, steps done, steps in all; 0 in all when nobody knows
+
+
+def print_table(table: Table) -> None:
+    """A table on stdout."""
+    Console(highlight=False).print(table)
+
+
+def print_json(report: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    typer.echo(json.dumps(report, indent=2))
+
+
+def say(message: str) -> None:
+    """A line on stderr."""
+    typer.echo(message, err=True)
+
+
+@contextmanager
+def progress() -> Iterator[Show]:
+    """A bar on stderr while the block runs, gone however it ends; a line per stage where stderr is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _line_per_stage()
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda stage, done, steps: bar.update(task, description=stage, completed=done, total=steps or None)
+
+
+def _line_per_stage() -> Show:
+    said: set[str] = set()
+
+    def show(stage: str, *_: int) -> None:
+        if stage not in said:
+            said.add(stage)
+            say(f"{stage} ...")
+
+    return show

@@ -1,0 +1,86 @@
+"""The map of the code and the direction of its imports, as docs/architecture.md tells them."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "windowkv"
+MAP = (ROOT / "docs" / "architecture.md").read_text()
+
+# A module imports only from rows above its own.
+ROWS = [
+    {"errors", "window"},
+    {"layout"},
+    {"memory", "buffers"},
+    {"layers"},
+    {"cache"},
+    {"integration", "demo_model"},
+    {"model_source"},
+    {"planner"},
+    {"comparison", "plot"},
+    {"cli/sources", "cli/terminal"},
+    {"cli/reports"},
+    {"cli/commands"},
+]
+ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
+MODULES = sorted(
+    path.relative_to(SOURCE).with_suffix("").as_posix() for path in SOURCE.rglob("*.py") if path.stem != "__init__"
+)
+WITHOUT_TORCH = {"errors", "window", "layout", "memory"}
+WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {"buffers"}
+
+
+def imports(module: str) -> set[str]:
+    """Every module that it imports, wherever in the file; relative imports are spelt with their dots."""
+    found = set()
+    for node in ast.walk(ast.parse((SOURCE / f"{module}.py").read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = "." * node.level + (node.module or "")
+            parts = {f"{origin}.{alias.name}" for alias in node.names}
+            found |= {part for part in parts if as_module(part) in MODULES} or {origin}
+    return found
+
+
+def as_module(name: str) -> str:
+    """`windowkv.cli.reports` -> `cli/reports`."""
+    return name.removeprefix("windowkv.").replace(".", "/")
+
+
+def test_every_module_is_on_the_map_and_the_map_names_no_other() -> None:
+    assert sorted(re.findall(r"^\| `([\w/]+)\.py` \|", MAP, flags=re.MULTILINE)) == MODULES
+
+
+def test_every_module_has_a_row_and_no_row_is_out_of_date() -> None:
+    assert sorted(ROW_OF) == MODULES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module: str) -> None:
+    own = [name for name in imports(module) if name.startswith(("windowkv", "."))]
+    assert [name for name in own if as_module(name) not in ROW_OF] == [], "absolute names of modules, not of packages"
+    assert [name for name in own if ROW_OF[as_module(name)] >= ROW_OF[module]] == []
+
+
+@pytest.mark.parametrize("module", sorted(WITHOUT_TRANSFORMERS))
+def test_the_foundation_is_testable_without_models(module: str) -> None:
+    roots = {name.split(".")[0] for name in imports(module)}
+    assert "transformers" not in roots
+    assert module not in WITHOUT_TORCH or "torch" not in roots
+
+
+def test_extras_are_imported_where_they_are_needed_and_nowhere_else() -> None:
+    users = {module for module in MODULES if any(name.split(".")[0] == "matplotlib" for name in imports(module))}
+    assert users == {"plot"}
+
+
+def test_the_package_defines_nothing_and_exports_what_it_says() -> None:
+    import windowkv
+
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    assert {type(node) for node in tree.body} <= {ast.Expr, ast.ImportFrom, ast.Assign}
+    assert sorted(windowkv.__all__) == windowkv.__all__ == sorted(n for n in windowkv.__all__ if hasattr(windowkv, n))

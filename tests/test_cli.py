@@ -1,0 +1,353 @@
+"""The command as a user meets it: what is on stdout, what is on stderr, and the exit code."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import windowkv
+from tiny import MODELS, generated
+from windowkv.cli import main
+from windowkv.cli.sources import DEMO_MODEL, python_documentation
+
+PROMPT = "the window slides over the text. " * 12
+CODES = (10, *range(32, 127))
+MIB = 1 << 20
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Stdin(io.TextIOWrapper):
+    """A pipe with something in it; a terminal with None."""
+
+    def __init__(self, content: bytes | None) -> None:
+        super().__init__(io.BytesIO(content or b""))
+        self.is_terminal = content is None
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny model, whose tokens are the characters of ASCII."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    characters = {chr(code): code for code in CODES}
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1, **characters}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>").save_pretrained(folder)
+    MODELS["gemma3"]().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """The command in this process, in an empty folder; what it writes is read from the file descriptors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object, stdin: bytes | None = b"") -> Result:
+        monkeypatch.setattr(sys, "argv", ["windowkv", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", Stdin(stdin))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Result(int(ended.value.code or 0), *capfd.readouterr())
+
+    return run
+
+
+def started(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+    """The command in a process of its own, with one thread."""
+    script = "import torch; torch.set_num_threads(1); from windowkv.cli import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
+    )
+
+
+# -- the command itself
+
+
+def test_version_and_help(command: Command) -> None:
+    assert command("--version") == (0, f"windowkv {version('windowkv')}\n", "")
+    assert {"demo", "generate", "plan"} <= set(command("--help").out.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["plan", "folder"],
+        ["plan", "folder", "--tokens", "-1"],
+        ["plan", "folder", "--tokens", "many"],
+        ["plan", "folder", "--budget", "2 parsecs"],
+        ["plan", "folder", "--tokens", "1", "--dtype", "int8"],
+        ["demo", "--tokens", "0"],
+        ["demo", "--new-tokens", "1"],
+        ["demo", "--output", "a.gif"],
+        ["demo", "--output", "missing/a.png"],
+        ["demo", "--text", "missing.txt"],
+        ["generate", "--prompt", "a"],
+        ["generate", "--model", "folder", "--prompt", "a", "--prompt-file", __file__],
+        ["generate", "--model", "folder", "--prompt-file", "missing.txt"],
+    ],
+)
+def test_wrong_usage_is_said_on_stderr_and_ends_with_2(command: Command, arguments: list[str]) -> None:
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert "Error" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["demo"], ["generate", "--prompt", "a"]])
+def test_a_model_that_is_not_there_is_one_line_and_ends_with_1(command: Command, arguments: list[str]) -> None:
+    code, out, err = command(*arguments, "--model", "./no-such-folder")
+    assert (code, out) == (1, "")
+    assert [line[:6] for line in err.splitlines()] == ["loadin", "error:"]
+    assert "no-such-folder" in err
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_ends_with_1(command: Command, model: str) -> None:
+    Path("taken.png").mkdir()
+    code, _, err = command("demo", "--model", model, "--tokens", 20, "--new-tokens", 2, "--output", "taken.png")
+    assert code == 1
+    assert err.splitlines()[-1].startswith("error: ")
+
+
+# -- demo
+
+
+@pytest.fixture
+def demo(command: Command, model: str) -> Command:
+    return lambda *more, **options: command(
+        "demo", "--model", model, "--tokens", 400, "--new-tokens", 6, *more, **options
+    )
+
+
+def test_demo_prints_one_json_object_whose_bytes_are_those_of_the_plan(demo: Command, model: str) -> None:
+    code, out, _ = demo("--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["tokens_equal"] is True
+    assert (report["prompt_tokens"], report["new_tokens"]) == (400, 6)
+    planned = windowkv.plan(model, tokens=400, dtype=torch.float32)
+    assert report["windowkv_kv_bytes"] == planned.total_bytes
+    assert planned.baseline_bytes <= report["baseline_kv_bytes"] < planned.baseline_bytes + 100
+    assert report["bound_bytes"] == report["windowkv_decoding_kv_bytes"]
+    assert report["bound_bytes"] == windowkv.plan(model, tokens=405, dtype=torch.float32).total_bytes
+    assert all(
+        report[f"{run}_{what}_seconds"] > 0 for run in ("baseline", "windowkv") for what in ("first_token", "token")
+    )
+    assert report["picture"] == "windowkv-demo.png"
+    assert Path("windowkv-demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_prints_a_table_and_says_where_the_picture_is(demo: Command) -> None:
+    code, out, err = demo("--output", "b.svg")
+    assert code == 0
+    assert "equal" in out
+    assert "400.0 KiB" in out  # 400 tokens x 4 layers x 2 heads x 16 numbers x 4 bytes, keys and values
+    assert out.endswith("picture: b.svg\n")
+    assert Path("b.svg").is_file()
+    assert [line.split()[0] for line in err.splitlines()] == ["loading", "transformers", "windowkv", "drawing"]
+
+
+def test_demo_reads_the_whole_of_a_short_text_and_says_so(demo: Command) -> None:
+    Path("short.txt").write_text("x" * 50 + "\n")
+    code, out, err = demo("--text", "short.txt", "--json")
+    assert (code, json.loads(out)["prompt_tokens"]) == (0, 50)
+    assert "shorter than 400 tokens: all 50" in err
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"", "empty"), (b" \n\n", "empty"), (b"caf\xe9", "UTF-8")])
+def test_demo_refuses_a_file_without_text(demo: Command, content: bytes, reason: str) -> None:
+    Path("text.txt").write_bytes(content)
+    code, out, err = demo("--text", "text.txt", "--json")
+    assert (code, out) == (1, "")
+    assert reason in err.splitlines()[-1]
+
+
+def test_demo_works_without_matplotlib_and_says_how_to_get_it(demo: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, out, err = demo("--json")
+    assert (code, json.loads(out)["picture"]) == (0, None)
+    assert "pip install 'windowkv[plot]'" in err
+    assert "picture: none" in demo().out
+
+
+def test_demo_tells_the_terms_of_the_model_that_it_ships(
+    command: Command, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from windowkv import demo_model, model_source
+
+    assert DEMO_MODEL == demo_model.MODEL_NAME
+    read = model_source.load_model
+    monkeypatch.setattr(model_source, "load_model", lambda source, dtype: read(model, dtype=dtype))
+    code, out, err = command("demo", "--tokens", 20, "--new-tokens", 2, "--json")
+    assert (code, json.loads(out)["model"]) == (0, DEMO_MODEL)
+    assert demo_model.TERMS in err
+
+
+def test_python_brings_text_enough_for_a_long_prompt() -> None:
+    text = python_documentation()
+    assert len(text) > 300_000
+    assert text == python_documentation()
+
+
+# -- generate
+
+
+def test_generate_streams_what_the_model_says_and_reports_on_stderr(command: Command, model: str) -> None:
+    code, out, err = command("generate", "--model", model, "--prompt", PROMPT, "--max-new-tokens", 30)
+    ids = torch.tensor([[ord(character) for character in PROMPT]])
+    expected = "".join(chr(code) for code in generated(MODELS["gemma3"](), ids, 30)[0].tolist() if code in CODES)
+    assert code == 0
+    assert out == expected + "\n"
+    held = windowkv.plan(model, tokens=len(PROMPT) + 29, dtype=torch.float32)
+    assert f"{len(PROMPT)} tokens of prompt, 30 new; {held.total_bytes / 1024:.1f} KiB" in err
+    assert f"{held.baseline_bytes / 1024:.1f} KiB if none were dropped" in err
+
+
+def test_generate_reads_its_prompt_from_an_option_a_file_or_a_pipe(command: Command, model: str) -> None:
+    Path("prompt.txt").write_text(PROMPT + "\n")
+    options = ("generate", "--model", model, "--max-new-tokens", 5)
+    by_option = command(*options, "--prompt", PROMPT)
+    by_file = command(*options, "--prompt-file", "prompt.txt")
+    by_pipe = command(*options, stdin=PROMPT.encode() + b"\n")
+    assert by_option == by_file == by_pipe
+    assert by_option.code == 0
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_generate_refuses_an_empty_prompt(command: Command, model: str, prompt: str) -> None:
+    for result in (
+        command("generate", "--model", model, "--prompt", prompt),
+        command("generate", "--model", model, stdin=prompt.encode()),
+    ):
+        assert (result.code, result.out) == (1, "")
+        assert result.err.splitlines()[-1].startswith("error: the text is empty")
+
+
+def test_generate_asks_a_terminal_for_an_option_rather_than_waiting_for_text(command: Command, model: str) -> None:
+    assert command("generate", "--model", model, stdin=None).code == 2
+
+
+# -- plan
+
+
+def test_plan_prints_equal_layers_together_and_the_totals(command: Command, model: str) -> None:
+    code, out, _ = command("plan", model, "--tokens", 400, "--dtype", "float32")
+    rows = {line.split("  ")[1].strip(): line.split()[-2:] for line in out.splitlines() if line.startswith("  ")}
+    assert code == 0
+    assert rows["3 sliding, window 8"] == ["77.2", "KiB"]
+    assert rows["1 full"] == ["104.0", "KiB"]  # in steps of 16
+    assert rows["if no token were ever dropped"] == ["400.0", "KiB"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plan_as_json_is_the_plan(command: Command, model: str, dtype: str) -> None:
+    options = ("--batch-size", 3, "--rollback", 5, "--dtype", dtype)
+    report = json.loads(command("plan", model, "--tokens", 1000, "--json", *options).out)
+    planned = windowkv.plan(model, tokens=1000, batch_size=3, rollback=5, dtype=getattr(torch, dtype))
+    assert report["total_bytes"] == planned.total_bytes
+    assert report["baseline_bytes"] == planned.baseline_bytes
+    assert report["peak_prefill_bytes"] == planned.peak_prefill_bytes
+    assert [layer["nbytes"] for layer in report["layers"]] == [layer.nbytes for layer in planned.layers]
+    assert "max_tokens" not in report
+
+
+@pytest.mark.parametrize(
+    ("budget", "nbytes"), [("1.5MiB", 3 * MIB // 2), ("2 GiB", 2048 * MIB), ("1500000", 1500000), ("7B", 7)]
+)
+def test_plan_tells_how_many_tokens_fit_in_a_budget(command: Command, model: str, budget: str, nbytes: int) -> None:
+    report = json.loads(command("plan", model, "--budget", budget, "--json").out)
+    assert report["budget_bytes"] == nbytes
+    assert report["max_tokens"] == windowkv.max_tokens(model, nbytes)
+    assert f"{report['max_tokens']:,} tokens fit in" in command("plan", model, "--budget", budget).out
+
+
+def test_plan_answers_both_questions_at_once(command: Command, model: str) -> None:
+    report = json.loads(command("plan", model, "--tokens", 10, "--budget", "1MiB", "--json").out)
+    assert {"total_bytes", "max_tokens"} <= set(report)
+
+
+# -- how a process ends
+
+
+def test_ctrl_c_while_text_comes_ends_with_130_and_no_traceback(model: str) -> None:
+    process = started("generate", "--model", model, "--prompt", "a", "--max-new-tokens", 1_000_000)
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_ctrl_c_behind_a_progress_bar_gives_the_cursor_back(model: str, tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    arguments = ("demo", "--model", model, "--tokens", 20, "--new-tokens", 1_000_000)
+    process = started(*arguments, stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path)
+    os.close(theirs)
+    screen = _read_until(ours, b"transformers")
+    process.send_signal(signal.SIGINT)
+    screen += _read_until(ours, None)
+    assert process.wait(timeout=30) == 130, screen.decode()
+    assert screen.count(b"\x1b[?25l") == screen.count(b"\x1b[?25h") == 1
+    assert b"Traceback" not in screen
+
+
+def _read_until(terminal: int, needle: bytes | None) -> bytes:
+    """What a process writes until the needle appears, or until it closes the terminal."""
+    text = b""
+    while needle is None or needle not in text:
+        try:
+            text += os.read(terminal, 4096)
+        except OSError:  # how Linux says that nobody is left at the other end
+            break
+    return text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals differ")
+def test_ctrl_c_while_torch_is_imported_ends_at_once(model: str) -> None:
+    script = (
+        "import sys, threading, os, signal; from windowkv.cli.sources import import_slowly\n"
+        "sys.path.insert(0, sys.argv[1]); import_slowly('slow')"
+    )
+    Path(model, "slow.py").write_text(
+        "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(30)\nexcept: pass"
+    )
+    start = time.monotonic()
+    process = subprocess.run([sys.executable, "-c", script, model], capture_output=True)
+    assert (process.returncode, process.stderr) == (130, b"")
+    assert time.monotonic() - start < 20
+
+
+def test_a_reader_that_leaves_early_causes_no_traceback(model: str) -> None:
+    process = started("generate", "--model", model, "--prompt", "a", "--max-new-tokens", 1_000_000)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=30) == 1
+    assert b"Traceback" not in process.stderr.read()
