@@ -112,7 +112,7 @@ def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int) ->
     theirs: list[Any] = [None] * len(layout.layers)
     if not all(spec.buffered for spec in layout.layers):
         try:
-            theirs = DynamicCache(config=config).layers  # before 5.20, without the layers that share, which come last
+            theirs = DynamicCache(config=config).layers  # in older releases without the layers that share, which come last
         except KeyError as unknown:
             raise ConfigError(
                 f"layers of kind {unknown} are known neither to windowkv nor to transformers so far; "
@@ -144,7 +144,7 @@ def _tensors(held: Any) -> Iterator[Tensor]:
 
 def _rollback_count(tokens_to_remove: int) -> int:
     try:
-        count = -index(tokens_to_remove)  # transformers before 5.20 hands over a tensor
+        count = -index(tokens_to_remove)  # older releases hand over a tensor
     except TypeError:
         count = -1
     if count < 0:

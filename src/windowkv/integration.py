@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT")
 
 _SEAM = "_prepare_cache_for_generation"
-_CACHE_NAMES = ("cache", "past_key_values")  # transformers renames the second to the first, from 5.20 on
+_CACHE_NAMES = ("cache", "past_key_values")  # transformers renames the second to the first
 
 
 @dataclass(frozen=True)
