@@ -112,7 +112,9 @@ def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int) ->
     theirs: list[Any] = [None] * len(layout.layers)
     if not all(spec.buffered for spec in layout.layers):
         try:
-            theirs = DynamicCache(config=config).layers  # in older releases without the layers that share, which come last
+            theirs = DynamicCache(
+                config=config
+            ).layers  # in older releases without the layers that share, which come last
         except KeyError as unknown:
             raise ConfigError(
                 f"layers of kind {unknown} are known neither to windowkv nor to transformers so far; "

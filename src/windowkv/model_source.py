@@ -5,10 +5,18 @@ Knows where models come from. Knows nothing of caches.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import windowkv.demo_model as demo_model
 from windowkv.errors import ModelSourceError
@@ -16,30 +24,30 @@ from windowkv.errors import ModelSourceError
 T = TypeVar("T")
 
 
-def load_model(source: str, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+def load_model(source: str, *, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """`(model, tokenizer)` of "gemma-3-270m", a folder, or a hub id. Raises ModelSourceError, naming the source."""
     if source == demo_model.MODEL_NAME:
         return demo_model.load(dtype=dtype)
-    return _read(
-        source,
-        lambda: (
-            AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval(),
-            AutoTokenizer.from_pretrained(source),
-        ),
-    )
+
+    def read() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        # False, not None: otherwise transformers would stop and ask on the terminal.
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
+        return model.eval(), AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+    return _read(source, read)
 
 
-def load_config(source: str | Path) -> Any:
+def load_config(source: str | Path) -> PreTrainedConfig:
     """The config alone, of the same or of a config.json. Raises ModelSourceError, naming the source."""
     if str(source) == demo_model.MODEL_NAME:
         return demo_model.load_config()
-    return _read(source, lambda: AutoConfig.from_pretrained(source))
+    return _read(source, lambda: AutoConfig.from_pretrained(source, trust_remote_code=False))
 
 
 def _read(source: str | Path, read: Callable[[], T]) -> T:
     try:
         return read()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelSourceError(
             f"cannot read a model from {str(source)!r}: {reason} "
