@@ -24,6 +24,7 @@ from transformers import Cache, DynamicCache, LogitsProcessor, PreTrainedConfig
 
 from windowkv.cache import DynamicSlidingWindowCache, storage_nbytes
 from windowkv.errors import OptionError
+from windowkv.integration import disable, enable
 from windowkv.layout import CacheLayout, read_layout
 from windowkv.planner import plan
 
@@ -82,19 +83,20 @@ class Curve:
 def compare(model: Any, prompt: Tensor, *, new_tokens: int, progress: Progress | None = None) -> Comparison:
     """Continue a prompt `[1, n]` greedily by exactly `new_tokens` tokens, once with each cache, and measure both.
 
+    The model is as `disable` leaves it, before and after, and enabled while windowkv runs.
     `progress` is told of every decoder layer that has read the prompt and of every token.
     Raises OptionError for fewer than 2 new tokens: the first one comes before anything is decoded.
     """
     if new_tokens < 2:
         raise OptionError(f"new_tokens={new_tokens}: at least 2, or nothing is measured while decoding")
-    _generate(model, prompt[:, :_WARM_UP], 2)
-    baseline, ours = (
-        _measure(model, prompt, make_cache(), new_tokens, partial(progress or _silent, stage))
-        for stage, make_cache in (
-            ("transformers", partial(DynamicCache, config=model.config)),
-            ("windowkv", partial(DynamicSlidingWindowCache, model.config)),
-        )
-    )
+    _generate(disable(model), prompt[:, :_WARM_UP], 2)
+    progress = progress or _silent
+    baseline = _measure(model, prompt, DynamicCache(config=model.config), new_tokens, partial(progress, "transformers"))
+    cache = DynamicSlidingWindowCache(model.config)
+    try:
+        ours = _measure(enable(model), prompt, cache, new_tokens, partial(progress, "windowkv"))
+    finally:
+        disable(model)
     seen, _ = ours.points[-1]
     planned = plan(model.config, tokens=seen, dtype=model.dtype)
     return Comparison(prompt.shape[1], baseline, ours, planned.total_bytes, planned.uncounted)

@@ -1,4 +1,4 @@
-"""enable and disable: which cache one model object's `generate` makes by default.
+"""enable and disable: which cache one model object's `generate` makes by default, and how that model attends.
 
 Knows the one seam in `generate` where a cache is made. Touches that model object, never a class or a global.
 """
@@ -7,12 +7,16 @@ import copy
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import transformers
+from packaging.version import Version
+from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 
+from windowkv.attention_interface import base_name, fast_name
 from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache
-from windowkv.errors import UnsupportedModelError
+from windowkv.errors import OptionError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -22,18 +26,34 @@ _SEAM = "_prepare_cache_for_generation"
 _CACHE_NAMES = ("cache", "past_key_values")  # transformers renames the second to the first
 
 
-@dataclass(frozen=True)
-class CacheOptions:
-    """How the caches of an enabled model are made."""
+# Tokens of a prompt that are read in one forward: where a 270M model is fastest, and small beside a long prompt.
+PREFILL_CHUNK = 2048
+# What generate hands to every forward of a text model; it splits these by chunk, and may not know how to split others.
+_SPLIT_BY_CHUNK = frozenset({"attention_mask", "position_ids"})
+_CHUNKS_AFTER_A_PAST = Version(transformers.__version__) >= Version(
+    "5.23"
+)  # before, chunks repeat what a cache has seen
 
-    rollback: int = ROLLBACK
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """What `generate` of an enabled model does differently."""
+
+    rollback: int
+    prefill_chunk: int | None
 
     def new_cache(self, config: Any) -> DynamicSlidingWindowCache:
         """An empty cache for a model with this config."""
         return DynamicSlidingWindowCache(config, rollback=self.rollback)
 
 
-def enable(model: ModelT, *, rollback: int = ROLLBACK) -> ModelT:
+def enable(
+    model: ModelT,
+    *,
+    rollback: int = ROLLBACK,
+    prefill_chunk: int | Literal["auto"] | None = "auto",
+    attention: Literal["auto", "model"] = "auto",
+) -> ModelT:
     """Make `DynamicSlidingWindowCache` the cache that `model.generate` makes when it is given none.
 
     Changes this one object, and returns it; enabling again replaces the options. A cache or a `cache_implementation`
@@ -43,27 +63,55 @@ def enable(model: ModelT, *, rollback: int = ROLLBACK) -> ModelT:
     Args:
         model: a transformers model with `generate`.
         rollback: how many of the newest tokens a cache can always take back.
+        prefill_chunk: how many tokens of a prompt are read at a time; "auto" is 2,048 and None the whole prompt at
+            once. Prompts with inputs that generate cannot split (images, embeddings) are read at once.
+        attention: "auto" computes only what each layer's window lets a query see, where that is known to give the
+            model's own result, and otherwise does as "model", which leaves the model's attention as it is.
 
     Raises:
         UnsupportedModelError: the object has no `generate` of transformers.
-        ConfigError, OptionError: as DynamicSlidingWindowCache; the model is unchanged.
+        ConfigError, OptionError: as DynamicSlidingWindowCache, or an option has no such value; the model is unchanged.
     """
     target = _generating(model)
-    options = CacheOptions(rollback=rollback)
-    options.new_cache(target.config)  # whatever cannot be served is said now, not in the middle of a generation
+    options = GenerationOptions(rollback, _checked_chunk(prefill_chunk))
+    if attention not in ("auto", "model"):
+        raise OptionError(f'attention={attention!r}: "auto" or "model"')
+    layout = options.new_cache(target.config).layout  # what cannot be served is said now, not while generating
     if not target._supports_default_dynamic_cache():
         logger.warning(
             "%s only works with a cache class of its own, which generate goes on using", type(target).__name__
         )
+    disable(target)
     # A partial, not a bound method or a subclass: it follows the model through deepcopy and pickle.
     setattr(target, _SEAM, partial(_prepare_cache, target, options))
+    if attention == "auto" and (fast := fast_name(target, layout)):
+        _set_attention(target, fast)
     return model
 
 
 def disable(model: ModelT) -> ModelT:
     """Undo `enable`: the object is as if it had never been enabled. Does nothing to a model that is not enabled."""
-    vars(_generating(model)).pop(_SEAM, None)
+    target = _generating(model)
+    vars(target).pop(_SEAM, None)
+    _set_attention(target, base_name(_decoder_config(target)._attn_implementation))
     return model
+
+
+def _decoder_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _set_attention(model: Any, name: str | None) -> None:
+    # The public setter would change the attention of a vision or audio tower too.
+    _decoder_config(model)._attn_implementation_internal = name
+
+
+def _checked_chunk(prefill_chunk: Any) -> int | None:
+    if prefill_chunk == "auto":
+        return PREFILL_CHUNK
+    if prefill_chunk is None or (isinstance(prefill_chunk, int) and prefill_chunk is not True and prefill_chunk > 0):
+        return prefill_chunk
+    raise OptionError(f'prefill_chunk={prefill_chunk!r}: a number of tokens >= 1, "auto", or None for no chunks')
 
 
 def _generating(model: Any) -> Any:
@@ -84,22 +132,38 @@ def _generating(model: Any) -> Any:
 
 
 def _prepare_cache(
-    model: Any, options: CacheOptions, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    model: Any,
+    options: GenerationOptions,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Let transformers decide whether a cache is made, and put ours in the place of a new dynamic one."""
     prepare = partial(getattr(type(model), _SEAM), model)
     handed = any(model_kwargs.get(name) is not None for name in _CACHE_NAMES)
     if handed or generation_config.cache_implementation != model.generation_config.cache_implementation:
         prepare(generation_config, model_kwargs, *args, **kwargs)
-        return
-    generation_config = copy.copy(generation_config)
-    generation_config.cache_implementation = None
-    prepare(generation_config, model_kwargs, *args, **kwargs)
-    for name in _CACHE_NAMES:
-        if model_kwargs.get(name) is not None:
-            model_kwargs[name] = _replaced(model_kwargs[name], options.new_cache(model.config))
-            if generation_config.is_assistant:
-                model_kwargs[name].activate_past_recording()
+    else:
+        without_default = copy.copy(generation_config)
+        without_default.cache_implementation = None
+        prepare(without_default, model_kwargs, *args, **kwargs)
+        for name in _CACHE_NAMES:
+            if model_kwargs.get(name) is not None:
+                model_kwargs[name] = _replaced(model_kwargs[name], options.new_cache(model.config))
+                if generation_config.is_assistant:
+                    model_kwargs[name].activate_past_recording()
+    # This is generate's own copy of the config, made for one call.
+    if generation_config.prefill_chunk_size is None and _can_be_chunked(model, model_kwargs):
+        generation_config.prefill_chunk_size = options.prefill_chunk
+
+
+def _can_be_chunked(model: Any, model_kwargs: dict[str, Any]) -> bool:
+    cache = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
+    if not isinstance(cache, DynamicSlidingWindowCache) or model.config.is_encoder_decoder:
+        return False
+    tensors = {name for name, value in model_kwargs.items() if isinstance(value, Tensor)}
+    return tensors <= _SPLIT_BY_CHUNK and (_CHUNKS_AFTER_A_PAST or not cache.get_seq_length())
 
 
 def _replaced(cache: Cache, ours: Cache) -> Cache:

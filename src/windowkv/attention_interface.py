@@ -1,0 +1,195 @@
+"""transformers' seams for attention: a mask function that makes no mask, and the attention function that goes with it.
+
+Knows what transformers says of a mask, and what to hand over to the implementation that a model had. Does no attention.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+
+from windowkv.attention import Scoring, ranges_attention, visible
+from windowkv.layout import CacheLayout
+
+_PREFIX = "windowkv_"
+_STARTS = torch.int32  # no other mask has this dtype: it tells both seams what they are looking at
+_BASE_MASKS: dict[str, Callable[..., Tensor | None]] = {"sdpa": sdpa_mask, "eager": eager_mask}
+# Models that look into their masks, or whose own attention reads more than the arguments tell.
+_OWN_WAYS = frozenset({"bigbird_pegasus", "doge"})
+
+
+def fast_name(model: Any, layout: CacheLayout) -> str | None:
+    """The name of the implementation that replaces the one that a model has; None where that one should stay."""
+    decoder = model.config.get_text_config(decoder=True)
+    own = type(model).__module__.startswith("transformers.")
+    if not own or model.config.is_encoder_decoder or decoder.model_type in _OWN_WAYS or layout.foreign:
+        return None
+    return _PREFIX + decoder._attn_implementation if decoder._attn_implementation in _BASE_MASKS else None
+
+
+def base_name(name: str | None) -> str | None:
+    """The implementation that a model had before; the name itself when it is not one of ours."""
+    return name.removeprefix(_PREFIX) if name else name
+
+
+def ranges_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Tensor] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    *,
+    base: str,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The first slot that each query sees, int32 `[B or 1, 1, Q, 1]`, where that says all; else the base's own mask.
+
+    Arguments as transformers' `sdpa_mask`. What each query sees must be one run of slots that ends at its own, which is
+    so for windows, chunks and left padding over keys that end with the newest query.
+    """
+    if _covered(q_length, kv_length, q_offset, kv_offset, **kwargs):
+        padding = _left_padding(attention_mask, kv_length, kv_offset)
+        if padding is not None:
+            own = torch.arange(q_offset, q_offset + q_length)
+            first = _first_visible(mask_function, batch_size, own, kv_offset)
+            return torch.minimum(torch.maximum(first, padding), own - kv_offset).to(_STARTS)[:, None, :, None]
+    return _BASE_MASKS[base](
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
+
+
+def ranges_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    base: str,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: query `[B, H * G, Q, D]`, key and value `[B, H, K, D]` -> `[B, Q, H * G, Dv]`.
+
+    Whatever it does not do itself goes to the base with the mask that it would have had.
+    """
+    if attention_mask is None or attention_mask.dtype != _STARTS:
+        return _hand_over(base, module, query, key, value, attention_mask, **kwargs)
+    starts = attention_mask[:, 0, :, 0]
+    if not _plain(module, query, key, base, **kwargs):
+        seen = visible(starts, key.shape[2])[:, None].expand(query.shape[0], -1, -1, -1)
+        if base == "eager":
+            lowest = torch.finfo(query.dtype).min
+            seen = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, lowest)
+        return _hand_over(base, module, query, key, value, seen, **kwargs)
+    scale = kwargs.get("scaling")
+    scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+    return ranges_attention(query, key, value, starts, scoring).transpose(1, 2).contiguous(), None
+
+
+def _covered(
+    q_length: int,
+    kv_length: int,
+    q_offset: Any,
+    kv_offset: Any,
+    *,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> bool:
+    """Whether a mask is causal with a window at most, over keys that end with the newest query.
+
+    transformers forbids to skip masks with anything else in them (packed rows, blocks of image tokens, both directions)
+    and asks for vmap where a caller brings a function of its own.
+    """
+    return (
+        allow_is_causal_skip
+        and not use_vmap
+        and torch.device(device).type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        # Static caches show keys that are yet to come, and count in tensors.
+        and isinstance(q_offset, int)
+        and q_length > 0
+        and kv_offset + kv_length == q_offset + q_length
+    )
+
+
+def _left_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """How many of the keys are padding, `[B or 1, 1]`; None when some padding is not on the left."""
+    if attention_mask is None or bool(attention_mask.all()):
+        return torch.zeros(1, 1, dtype=torch.long)
+    if attention_mask.ndim != 2 or attention_mask.shape[1] < kv_offset + kv_length:
+        return None
+    real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    return (~real).sum(dim=1, keepdim=True) if bool((real[:, 1:] >= real[:, :-1]).all()) else None
+
+
+def _first_visible(mask_function: Callable[..., Tensor], batch: int, queries: Tensor, kv_offset: int) -> Tensor:
+    """The first slot that a mask function shows to each query, `[B, Q]`, by bisection: its own it always sees."""
+    row, head, query = torch.arange(batch)[:, None], torch.zeros(1, 1, dtype=torch.long), queries[None]
+
+    def sees(position: Tensor) -> Tensor:
+        return mask_function(row, head, query, position).expand(batch, -1)
+
+    low = torch.full((batch, len(queries)), kv_offset)
+    if bool(sees(low).all()):
+        return low[:1] - kv_offset
+    high = query.expand(batch, -1)
+    while bool((low < high).any()):
+        middle = (low + high) // 2
+        seen = sees(middle)
+        low, high = torch.where(seen, low, middle + 1), torch.where(seen, middle, high)
+    first = high - kv_offset
+    return first[:1] if torch.equal(first, first[:1].expand_as(first)) else first
+
+
+def _plain(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    base: str,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> bool:
+    """Whether a call asks for nothing but scores, a softmax and their product."""
+    told = any(isinstance(value, Tensor) and value.is_floating_point() for value in kwargs.values())
+    wanted = output_attentions or getattr(getattr(module, "config", None), "output_attentions", False)
+    beyond_base = base != "eager" and (softcap is not None or s_aux is not None)
+    trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    return not (told or wanted or beyond_base or trained or dropout)
+
+
+def _hand_over(base: str, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Call what the model would have called; eager attention is a function of each modeling file."""
+    forward: Callable[..., tuple[Tensor, Tensor | None]] = (
+        sdpa_attention_forward
+        if base == "sdpa"
+        else vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    )
+    return forward(module, *args, **kwargs)
+
+
+for _base in _BASE_MASKS:
+    AttentionMaskInterface.register(_PREFIX + _base, partial(ranges_mask, base=_base))
+    AttentionInterface.register(_PREFIX + _base, partial(ranges_forward, base=_base))
