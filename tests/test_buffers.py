@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from windowkv.buffers import Buffer
+from windowkv.buffers import Buffer, Recording
 from windowkv.errors import InputError, RollbackError
 from windowkv.window import Retention, tail_length
 
@@ -59,6 +60,18 @@ class BufferMachine(RuleBasedStateMachine):
             assert torch.equal(seen_values, states(expected, VALUE_DIM, self.dtype))
         self.rows = [row + more for row, more in zip(self.rows, fresh, strict=True)]
         self.furthest = max(self.furthest, len(self.rows[0]))
+
+    @rule(new=st.integers(1, 150), data=st.data(), singly=st.booleans())
+    def draft_and_take_back(self, new: int, data: st.DataObject, singly: bool) -> None:
+        self.buffer.recording = Recording(on=True, drafts=singly)
+        if singly and not self.rows[0]:
+            self.append(1, True, "no_grad")
+        for count in [1] * new if singly else [new]:
+            self.append(count, True, "no_grad")
+        count = data.draw(st.integers(0, new))
+        self.buffer.take_back(count)
+        self.buffer.recording = Recording()
+        self.rows = [row[: len(row) - count] for row in self.rows]
 
     @rule(count=st.integers(0, 40))
     def take_back(self, count: int) -> None:
@@ -180,6 +193,42 @@ def test_gradients_flow_through_several_appends() -> None:
     for start, end in ((0, 3), (3, 4), (4, 5), (5, 25), (25, 30)):
         visible[max(0, start - 5) : end] += 1
     torch.testing.assert_close(gradient, 2 * whole.detach() * visible.reshape(1, 1, -1, 1))
+
+
+@pytest.mark.parametrize("then", [torch.no_grad, torch.inference_mode])
+def test_what_a_pending_backward_needs_is_not_written_over(then: Callable[[], AbstractContextManager[None]]) -> None:
+    factor = torch.tensor(2.0, requires_grad=True)  # keys without a gradient, which autograd saves for its own
+    buffer = Buffer(Retention(window=6, rollback=1))
+    keys, _ = buffer.append(*(states([list(range(30))], KEY_DIM) for _ in range(2)))
+    loss = (keys * factor).sum()
+    with then():
+        buffer.append(*(states([[30]], KEY_DIM) for _ in range(2)))
+    loss.backward()
+    assert factor.grad == states([list(range(30))], KEY_DIM).sum()
+
+
+@pytest.mark.parametrize("draft", [10, 100, 1000])
+def test_a_draft_of_any_length_can_be_taken_back_and_leaves_the_bound(draft: int) -> None:
+    buffer = Buffer(Retention(window=8, rollback=2))
+    fill(buffer, 50)
+    buffer.recording = Recording(on=True)
+    fill(buffer, draft)
+    buffer.take_back(draft)
+    assert buffer.span.seen == 50
+    assert torch.equal(buffer.tail[0], states([list(range(43, 50))], KEY_DIM))
+    assert buffer.storages[0].shape[2] == buffer.retention.bound
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_draft_that_is_kept_leaves_the_bound_with_the_next_append(recorded: bool) -> None:
+    buffer = Buffer(Retention(window=8, rollback=2))
+    fill(buffer, 50)
+    buffer.recording = Recording(on=True)
+    fill(buffer, 500)
+    assert buffer.storages[0].shape[2] > buffer.retention.bound
+    buffer.recording = Recording(on=recorded)
+    fill(buffer, 1)
+    assert buffer.storages[0].shape[2] == buffer.retention.bound
 
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import windowkv
 from tiny import (
     ARCHITECTURES,
     MODELS,
@@ -166,6 +167,31 @@ def test_assisted_decoding_equals_greedy(name: str, prompt: int) -> None:
     expected = uncached(model, ids, 30)
     assert torch.equal(generated(model, ids, 30, prompt_lookup_num_tokens=4, **ours(model)), expected)
     assert torch.equal(generated(model, ids, 30, assistant_model=shared_model("mistral-w2"), **ours(model)), expected)
+
+
+@pytest.mark.parametrize("rollback", [0, 64])
+@pytest.mark.parametrize("draft", [5, 100])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4-chunk8"])
+def test_drafts_longer_than_the_rollback(name: str, draft: int, rollback: int) -> None:
+    model, text = windowkv.enable(MODELS[name](), rollback=rollback), tokens(1, 130)
+    ids = torch.cat((text, text[:, :20]), dim=1)
+    expected = uncached(shared_model(name), ids, 40)
+    assert torch.equal(generated(model, ids, 40, prompt_lookup_num_tokens=draft), expected)
+    assistant = windowkv.enable(MODELS["mistral-w2"](), rollback=rollback)
+    assistant.generation_config.num_assistant_tokens = draft
+    assert torch.equal(generated(model, ids, 40, assistant_model=assistant), expected)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4-chunk8"])
+def test_memory_is_back_within_the_bound_after_drafts(name: str) -> None:
+    model, text = windowkv.enable(MODELS[name]()), tokens(1, 130)
+    cache = DynamicSlidingWindowCache(model.config)
+    ids = torch.cat((text, text[:, :20]), dim=1)
+    for options in ({"prompt_lookup_num_tokens": 100}, {}):
+        ids = torch.cat((ids, generated(model, ids, 20, **options, **cache_argument(model, cache))), dim=1)
+        for layer, spec in zip(cache.layers, cache.layout.layers, strict=True):
+            if spec.bounded:
+                assert layer.buffer.storages[0].shape[2] <= layer.buffer.retention.bound
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3n"])

@@ -1,8 +1,10 @@
 """enable and disable: one object changes, nothing else, and it goes on being the model that it was."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -345,3 +347,38 @@ def test_a_model_with_a_cache_class_of_its_own_goes_on_working(caplog: pytest.Lo
     windowkv.enable(model)
     assert "MiniMaxForCausalLM only works with a cache class of its own" in caplog.text
     assert torch.equal(generated(model, ids, 8), expected)
+
+
+def test_an_enabled_model_is_freed_with_its_last_reference(model: Any) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        twin = windowkv.enable(copy.deepcopy(model))
+        freed = weakref.ref(twin)
+        del twin
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_a_shallow_copy_that_outlives_the_model_says_so(model: Any) -> None:
+    twin = copy.copy(windowkv.enable(copy.deepcopy(model)))
+    gc.collect()
+    with pytest.raises(UnsupportedModelError, match="shallow copy"):
+        generated(twin, tokens(1, 5), 2)
+    assert generated(windowkv.enable(twin), tokens(1, 5), 2).shape == (1, 2)
+
+
+def test_a_model_whose_generate_is_that_of_a_model_inside_is_looked_through() -> None:
+    text = MODELS["mistral"]().config
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = hf.Blip2Config(
+        vision_config=small | {"image_size": 16, "patch_size": 8},
+        qformer_config=small | {"vocab_size": 8, "encoder_hidden_size": 16},
+        text_config=text.to_dict(),
+        num_query_tokens=2,
+    )
+    whole = windowkv.enable(hf.Blip2ForConditionalGeneration(config))
+    assert type(cache_of(whole.language_model)) is DynamicSlidingWindowCache
+    windowkv.disable(whole)
+    assert type(cache_of(whole.language_model)) is DynamicCache

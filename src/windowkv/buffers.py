@@ -3,15 +3,43 @@
 Knows tensors and positions. Knows nothing of models, configs, masks or transformers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from windowkv.errors import InputError, RollbackError
-from windowkv.window import Append, Retention, Span, tail_length
+from windowkv.window import Append, Retention, Span, growing_capacity, tail_length
 
 TOKENS = 2  # the dimension of [B, H, T, D] that grows
+_MARGIN = (
+    3  # tokens before a draft that generate may step back too, or feed before it learns that it should have stopped
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What must be possible to take back beyond a retention's rollback: drafts, which may be of any length.
+
+    Once on, that is the newest append of several tokens: a draft is checked in one go. A model that drafts feeds the
+    tokens of one draft singly, after a prompt that is no draft: there it is all tokens since some were taken back.
+    """
+
+    on: bool = False
+    drafts: bool = False
+    reach: int = 0  # how many of the newest tokens that is
+
+    def after(self, seen: int, new: int) -> "Recording":
+        """The recording after `new` tokens on top of `seen` ones."""
+        if not self.on:
+            return self
+        if self.drafts and (not seen or new == 1):
+            return replace(self, reach=self.reach + new if seen else _MARGIN)
+        return replace(self, reach=max(new, _MARGIN))
+
+    def forgotten(self) -> "Recording":
+        """The recording after some tokens, or none, were taken back: what is left is accepted."""
+        return replace(self, reach=0)
 
 
 class Buffer:
@@ -36,6 +64,8 @@ class Buffer:
         self.retention = retention
         self.span = Span()
         self.storages: tuple[Tensor, ...] = ()  # keys [B, H, capacity, D] and values [B, H, capacity, Dv], or nothing
+        self.recording = Recording()
+        self._lent = False  # autograd may have saved a view of the storage
 
     @property
     def tail(self) -> tuple[Tensor, ...]:
@@ -56,16 +86,17 @@ class Buffer:
         storages = self.storages or (_no_tokens(keys), _no_tokens(values))
         if storages[0].shape[0] != keys.shape[0]:
             storages = tuple(storage.expand(keys.shape[0], -1, -1, -1) for storage in storages)
-        step = self.retention.append(self.span, keys.shape[TOKENS])
-        capacity = storages[0].shape[TOKENS]
-        if step.span.end > capacity and capacity != self.retention.bound:
-            capacity = self.retention.capacity(step.span.end)
+        recording = self.recording.after(self.span.seen, keys.shape[TOKENS])
+        step = self.retention.append(self.span, keys.shape[TOKENS], recording.reach)
+        capacity = self._capacity(storages[0].shape[TOKENS], step.span)
         # All that allocates comes first: when memory runs out, the buffer is as it was.
         writes = [
-            _prepare(old, new, self.span, step, capacity) for old, new in zip(storages, (keys, values), strict=True)
+            _prepare(old, new, self.span, step, capacity, in_place=not self._lent and _writable(old))
+            for old, new in zip(storages, (keys, values), strict=True)
         ]
         visible_keys, visible_values = (write.run(step) for write in writes)
         self.storages, self.span = tuple(write.target for write in writes), step.span
+        self.recording, self._lent = recording, torch.is_grad_enabled()
         return visible_keys, visible_values
 
     def check_take_back(self, count: int) -> None:
@@ -78,9 +109,18 @@ class Buffer:
             )
 
     def take_back(self, count: int) -> None:
-        """Forget the newest `count` tokens, at no copy. Raises RollbackError, and changes nothing, beyond the room."""
+        """Forget the newest `count` tokens, at no copy. Raises RollbackError, and changes nothing, beyond the room.
+
+        What a recording held beyond the bound is dropped.
+        """
         self.check_take_back(count)
-        self.span = Span(self.span.start, self.span.end - count)
+        span = Span(self.span.start, self.span.end - count)
+        bound = self.retention.bound
+        if bound is not None and any(storage.shape[TOKENS] > bound for storage in self.storages):
+            kept = Span(max(span.start, span.end - bound), span.end)
+            self.storages = tuple(_moved(storage, span.slots(kept.start, kept.end), bound) for storage in self.storages)
+            span = kept
+        self.span, self.recording = span, self.recording.forgotten()
 
     def take_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was; rows is an integer tensor `[B']` that may repeat and leave out."""
@@ -88,7 +128,16 @@ class Buffer:
 
     def clear(self) -> None:
         """Forget every token and free the storage."""
-        self.span, self.storages = Span(), ()
+        self.span, self.storages, self._lent = Span(), (), False
+
+    def _capacity(self, capacity: int, span: Span) -> int:
+        """Tokens that there is to be room for, when there is room for `capacity` now."""
+        bound = self.retention.bound
+        if bound is not None and span.held > bound:  # a recording goes beyond it, for a while
+            return max(capacity, growing_capacity(span.held))
+        if (span.end > capacity and capacity != bound) or (bound is not None and capacity > bound):
+            return self.retention.capacity(span.end)
+        return capacity
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[::2] != values.shape[::2]:
@@ -131,10 +180,10 @@ class _Write:
         )
 
 
-def _prepare(storage: Tensor, new: Tensor, span: Span, step: Append, capacity: int) -> _Write:
+def _prepare(storage: Tensor, new: Tensor, span: Span, step: Append, capacity: int, *, in_place: bool) -> _Write:
     past = storage[:, :, span.slots(step.first, span.end)]
     old = storage[:, :, span.slots(min(step.span.start, span.end), span.end)]
-    in_place = _writable(storage) and storage.shape[TOKENS] == capacity
+    in_place = in_place and storage.shape[TOKENS] == capacity
     moves = step.span.start != span.start
     # Reading and writing overlapping memory in one copy gives garbage, so a move within the storage takes a clone.
     within = old.clone() if in_place and moves else None
@@ -152,6 +201,13 @@ def _writable(storage: Tensor) -> bool:
         return False
     # A compiled graph cannot ask for the inference mode, and needs not: torch.compile keeps the two apart itself.
     return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not storage.is_inference()
+
+
+def _moved(storage: Tensor, slots: slice, capacity: int) -> Tensor:
+    """A storage of that capacity, in which these slots come first."""
+    moved = storage.new_empty((*storage.shape[:TOKENS], capacity, storage.shape[-1]))
+    moved[:, :, : slots.stop - slots.start] = storage[:, :, slots]
+    return moved
 
 
 def _no_tokens(like: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Knows which operation touches which layers. Knows nothing of how one layer store
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 from operator import index
 from typing import Any
@@ -28,7 +29,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
     Args:
         config: the model's config, or one that contains it as its text part.
-        rollback: how many of the newest tokens can always be taken back with `crop`.
+        rollback: how far back from the furthest position reached `crop` can always go, in tokens.
 
     Raises:
         ConfigError: the config describes no causal decoder, or contradicts itself.
@@ -57,7 +58,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         """Take back `-tokens_to_remove` tokens; 0 changes nothing.
 
         Any point within `rollback` of the furthest position reached can be returned to, repeatedly; as long as nothing
-        was dropped, any point at all.
+        was dropped, any point at all; after `activate_past_recording`, a draft of any length.
 
         Raises RollbackError when some layer cannot; every layer is then as it was.
         """
@@ -72,6 +73,16 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
                 layer, "record_past", False
             ):  # transformers' recording layers drop what they recorded at crop(0)
                 layer.crop(-count)
+
+    def activate_past_recording(self, *, drafts: bool = False) -> None:
+        """Make drafts of any length possible to take back, at the cost of holding them besides, until they are.
+
+        `drafts` is for the cache of a model that drafts itself, token by token.
+        """
+        super().activate_past_recording()
+        for layer in self.layers:
+            if drafts and isinstance(layer, BufferedLayer):
+                layer.buffer.recording = replace(layer.buffer.recording, drafts=True)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was, integers `[B']`. Raises InputError for a row that is not there."""
@@ -89,8 +100,6 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
     def _checked_rows(self, selection: Any) -> Tensor:
         rows: Tensor = torch.as_tensor(selection)
-        if rows.dtype == torch.bool:
-            rows = rows.nonzero().flatten()
         held = next(
             (
                 layer.buffer.storages[0].shape[0]
@@ -99,6 +108,14 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
             ),
             None,
         )
+        if rows.dtype == torch.bool:
+            if held is not None and rows.numel() != held:
+                raise InputError(f"a mask of {rows.numel()} rows: this cache holds {held}")
+            rows = rows.nonzero().flatten()
+        if rows.is_floating_point():
+            if rows.numel():
+                raise InputError(f"rows {rows.tolist()}: they are integers")
+            rows = rows.long()
         # Asking an accelerator would wait for it at every step of a beam search.
         if held is None:
             return rows

@@ -5,6 +5,7 @@ Knows the one seam in `generate` where a cache is made. Touches that model objec
 
 import copy
 import logging
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from windowkv.attention_interface import base_name, fast_name
 from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache
@@ -58,11 +59,12 @@ def enable(
 
     Changes this one object, and returns it; enabling again replaces the options. A cache or a `cache_implementation`
     handed to `generate`, and `use_cache=False`, mean what they meant before; a `cache_implementation` that the model's
-    own generation config names gives way. Wrappers (PEFT, torch.compile) are looked through.
+    own generation config names gives way, also where the same one is handed over. Wrappers (PEFT, torch.compile, models
+    that generate by a language model inside) are looked through.
 
     Args:
         model: a transformers model with `generate`.
-        rollback: how many of the newest tokens a cache can always take back.
+        rollback: how far back from the furthest position reached a cache can always go, in tokens.
         prefill_chunk: how many tokens of a prompt are read at a time; "auto" is 2,048 and None the whole prompt at
             once. Prompts with inputs that generate cannot split (images, embeddings) are read at once.
         attention: "auto" computes only what each layer's window lets a query see, where that is known to give the
@@ -82,8 +84,7 @@ def enable(
             "%s only works with a cache class of its own, which generate goes on using", type(target).__name__
         )
     disable(target)
-    # A partial, not a bound method or a subclass: it follows the model through deepcopy and pickle.
-    setattr(target, _SEAM, partial(_prepare_cache, target, options))
+    setattr(target, _SEAM, _CachePreparation(target, options))
     if attention == "auto" and (fast := fast_name(target, layout)):
         _set_attention(target, fast)
     return model
@@ -121,6 +122,8 @@ def _generating(model: Any) -> Any:
             model = model._orig_mod
         elif hasattr(model, "get_base_model"):
             model = model.get_base_model()
+        elif _delegates(model):
+            model = model.language_model
         else:
             break
     if not callable(getattr(type(model), _SEAM, None)):
@@ -131,31 +134,62 @@ def _generating(model: Any) -> Any:
     return model
 
 
-def _prepare_cache(
-    model: Any,
-    options: GenerationOptions,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Let transformers decide whether a cache is made, and put ours in the place of a new dynamic one."""
-    prepare = partial(getattr(type(model), _SEAM), model)
-    handed = any(model_kwargs.get(name) is not None for name in _CACHE_NAMES)
-    if handed or generation_config.cache_implementation != model.generation_config.cache_implementation:
-        prepare(generation_config, model_kwargs, *args, **kwargs)
-    else:
-        without_default = copy.copy(generation_config)
-        without_default.cache_implementation = None
-        prepare(without_default, model_kwargs, *args, **kwargs)
-        for name in _CACHE_NAMES:
-            if model_kwargs.get(name) is not None:
-                model_kwargs[name] = _replaced(model_kwargs[name], options.new_cache(model.config))
-                if generation_config.is_assistant:
-                    model_kwargs[name].activate_past_recording()
-    # This is generate's own copy of the config, made for one call.
-    if generation_config.prefill_chunk_size is None and _can_be_chunked(model, model_kwargs):
-        generation_config.prefill_chunk_size = options.prefill_chunk
+def _delegates(model: Any) -> bool:
+    """Whether generate is that of a language model inside, as in BLIP-2."""
+    own = getattr(type(model), "generate", None) not in (None, GenerationMixin.generate)
+    return own and isinstance(getattr(model, "language_model", None), GenerationMixin)
+
+
+class _CachePreparation:
+    """What stands on an enabled model in place of its method of that name.
+
+    Not a bound method and no subclass: it follows the model through deepcopy and pickle. It refers to the model weakly,
+    so that an enabled model is freed as soon as nobody has it any more.
+    """
+
+    def __init__(self, model: Any, options: GenerationOptions) -> None:
+        self.__setstate__((model, options))
+
+    def __getstate__(self) -> tuple[Any, GenerationOptions]:
+        return self.model, self.options
+
+    def __setstate__(self, state: tuple[Any, GenerationOptions]) -> None:
+        self._model, self.options = weakref.ref(state[0]), state[1]
+
+    @property
+    def model(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise UnsupportedModelError("a shallow copy of an enabled model outlived it: enable the copy itself")
+        return model
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Let transformers decide whether a cache is made, and put ours in the place of a new dynamic one."""
+        model, options = self.model, self.options
+        prepare = partial(getattr(type(model), _SEAM), model)
+        handed = any(model_kwargs.get(name) is not None for name in _CACHE_NAMES)
+        if handed or generation_config.cache_implementation != model.generation_config.cache_implementation:
+            prepare(generation_config, model_kwargs, *args, **kwargs)
+        else:
+            without_default = copy.copy(generation_config)
+            without_default.cache_implementation = None
+            prepare(without_default, model_kwargs, *args, **kwargs)
+            _replace_caches(model_kwargs, options.new_cache(model.config), drafts=generation_config.is_assistant)
+        # This is generate's own copy of the config, made for one call.
+        if generation_config.prefill_chunk_size is None and _can_be_chunked(model, model_kwargs):
+            generation_config.prefill_chunk_size = options.prefill_chunk
+
+
+def _replace_caches(model_kwargs: dict[str, Any], ours: DynamicSlidingWindowCache, *, drafts: bool) -> None:
+    """Ours in the place of a plain dynamic cache; transformers' own of any other kind."""
+    if drafts:
+        ours.activate_past_recording(drafts=True)
+    for name in _CACHE_NAMES:
+        cache: Any = model_kwargs.get(name)
+        if type(cache) is EncoderDecoderCache and type(cache.self_attention_cache) is DynamicCache:
+            cache.self_attention_cache = ours
+        elif type(cache) is DynamicCache:
+            model_kwargs[name] = ours
 
 
 def _can_be_chunked(model: Any, model_kwargs: dict[str, Any]) -> bool:
@@ -164,10 +198,3 @@ def _can_be_chunked(model: Any, model_kwargs: dict[str, Any]) -> bool:
         return False
     tensors = {name for name, value in model_kwargs.items() if isinstance(value, Tensor)}
     return tensors <= _SPLIT_BY_CHUNK and (_CHUNKS_AFTER_A_PAST or not cache.get_seq_length())
-
-
-def _replaced(cache: Cache, ours: Cache) -> Cache:
-    """Ours in the place of a plain dynamic cache; transformers' own of any other kind."""
-    if type(cache) is EncoderDecoderCache and type(cache.self_attention_cache) is DynamicCache:
-        cache.self_attention_cache = ours
-    return ours if type(cache) is DynamicCache else cache

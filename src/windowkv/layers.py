@@ -3,6 +3,7 @@
 Translates names and signs. Knows nothing of how tokens are stored, and does no arithmetic of its own.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,13 +36,32 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         return bool(self.buffer.storages)
 
     @property
+    def record_past(self) -> bool:
+        """Whether drafts of any length can be taken back; see `windowkv.buffers.Recording`."""
+        return self.buffer.recording.on
+
+    @record_past.setter
+    def record_past(self, on: bool) -> None:
+        self.buffer.recording = replace(self.buffer.recording, on=on)
+
+    def activate_past_recording(self) -> None:
+        """Make drafts of any length possible to take back, until the next append."""
+        self.record_past = True
+
+    @property
     def keys(self) -> Tensor | None:
-        """The keys that the next query sees, `[B, H, min(seen, window - 1), D]`; None before the first update."""
+        """The keys that the next query sees, `[B, H, min(seen, window - 1), D]`; None before the first update.
+
+        A view, valid until the next update.
+        """
         return self.buffer.tail[0] if self.buffer.storages else None
 
     @property
     def values(self) -> Tensor | None:
-        """The values that the next query sees, `[B, H, min(seen, window - 1), D]`; None before the first update."""
+        """The values that the next query sees, `[B, H, min(seen, window - 1), Dv]`; None before the first update.
+
+        A view, valid until the next update.
+        """
         return self.buffer.tail[1] if self.buffer.storages else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -119,22 +119,28 @@ class Retention:
         room = growing_capacity(seen)
         return room if self.bound is None else min(room, self.bound)
 
-    def append(self, span: Span, new: int) -> Append:
+    def append(self, span: Span, new: int, reach: int = 0) -> Append:
         """Decide an append without touching a tensor.
+
+        `reach` newest tokens must be possible to take back afterwards, the new ones included, even if that is more than
+        `rollback` and takes more than the bound.
 
         >>> Retention(4, rollback=2).append(Span(10, 47), 1)  # full: keep the newest 3 + 2, then write
         Append(first=44, span=Span(start=42, end=48), detour=False)
         >>> Retention(4, rollback=2).append(Span(10, 47), 50)
         Append(first=44, span=Span(start=92, end=97), detour=True)
+        >>> Retention(4, rollback=2).append(Span(10, 47), 50, reach=50)  # a draft of 50 tokens
+        Append(first=44, span=Span(start=44, end=97), detour=False)
         """
         first = span.end - tail_length(span.end, self.window)
         end = span.end + new
         if self.bound is None or self.kept is None or end - span.start <= self.bound:
             return Append(first, Span(span.start, end), detour=False)
-        if end - first > self.bound:
-            return Append(first, Span(end - self.kept, end), detour=True)
-        start = max(span.start, span.end - self.kept, end - self.bound)
-        return Append(first, Span(start, end), detour=False)
+        kept = self.kept + max(0, reach - self.rollback)
+        room = max(kept, self.bound)
+        if end - first > room:
+            return Append(first, Span(end - kept, end), detour=True)
+        return Append(first, Span(max(span.start, span.end - kept, end - room), end), detour=False)
 
     def rollback_room(self, span: Span) -> int:
         """How many tokens can be taken back and still leave the next query all that it may see.
