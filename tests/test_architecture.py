@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,13 @@ def test_extras_are_imported_where_they_are_needed_and_nowhere_else() -> None:
 def test_the_package_defines_nothing_and_exports_what_it_says() -> None:
     import windowkv
 
-    tree = ast.parse((SOURCE / "__init__.py").read_text())
-    assert {type(node) for node in tree.body} <= {ast.Expr, ast.ImportFrom, ast.Assign}
-    assert sorted(windowkv.__all__) == windowkv.__all__ == sorted(n for n in windowkv.__all__ if hasattr(windowkv, n))
+    stub = ast.parse((SOURCE / "__init__.pyi").read_text())
+    assert {type(node) for node in stub.body} == {ast.ImportFrom}
+    names = [alias.name for node in stub.body for alias in node.names]  # type: ignore[attr-defined]
+    assert sorted(windowkv.__all__) == sorted(names)
+    assert all(getattr(windowkv, name).__module__.startswith("windowkv.") for name in names)
+
+
+def test_the_package_and_the_command_start_without_torch() -> None:
+    script = "import sys, windowkv, windowkv.cli; print({'torch', 'transformers', 'matplotlib'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "set()\n"

@@ -189,6 +189,27 @@ def test_rows_that_are_not_there_are_refused(operation: str, rows: Tensor) -> No
     assert same(snapshot(cache), before)
 
 
+@pytest.mark.parametrize("rows", [torch.tensor([True, False]), torch.tensor([0.0, 1.0])])
+def test_a_selection_of_another_shape_or_kind_is_refused(rows: Any) -> None:
+    model = shared_model("mistral")
+    cache = DynamicSlidingWindowCache(model.config)
+    fed(model, cache, tokens(3, 20), 20)
+    before = snapshot(cache)
+    with pytest.raises(InputError):
+        cache.batch_select_indices(rows)
+    assert same(snapshot(cache), before)
+
+
+def test_a_batch_for_one_row_is_refused_where_some_layer_cannot_repeat_it() -> None:
+    model = STATEFUL["lfm2"]()
+    cache = DynamicSlidingWindowCache(model.config)
+    fed(model, cache, tokens(1, 25), 25)
+    before = cache.nbytes
+    with pytest.raises(InputError, match="a batch of 3, but this cache holds 1 rows"):
+        cache.update(torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16), 1)
+    assert (cache.get_seq_length(1), cache.get_seq_length(3), cache.nbytes) == (25, 25, before)
+
+
 @pytest.mark.parametrize("repeats", [0, -1, 1.5])
 def test_repeating_less_than_once_is_refused(repeats: Any) -> None:
     cache = DynamicSlidingWindowCache(shared_model("mistral").config)

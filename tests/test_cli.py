@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers as hf
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -252,6 +254,33 @@ def test_generate_asks_a_terminal_for_an_option_rather_than_waiting_for_text(com
 
 
 # -- plan
+
+
+def _saved(model: Any, like: str, folder: Path) -> str:
+    """A folder with that model, and the tokenizer of another folder."""
+    shutil.copytree(like, folder)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_prompt_beyond_a_table_of_positions_is_one_line(command: Command, model: str, tmp_path: Path) -> None:
+    config = hf.GPT2Config(n_positions=32, vocab_size=128, n_embd=16, n_layer=1, n_head=2)
+    folder = _saved(hf.GPT2LMHeadModel(config), model, tmp_path / "gpt2")
+    for arguments in (
+        ("generate", "--model", folder, "--prompt", PROMPT),
+        ("demo", "--model", folder, "--tokens", 100),
+    ):
+        result = command(*arguments)
+        assert result.code == 1
+        assert result.err.splitlines()[-1].endswith("this model has positions for 32 (max_position_embeddings)")
+
+
+def test_generate_serves_a_model_without_attention(command: Command, model: str, tmp_path: Path) -> None:
+    config = hf.MambaConfig(vocab_size=128, hidden_size=16, num_hidden_layers=2, state_size=4)
+    folder = _saved(hf.MambaForCausalLM(config), model, tmp_path / "mamba")
+    result = command("generate", "--model", folder, "--prompt", "a", "--max-new-tokens", 5)
+    assert result.code == 0
+    assert "states held" in result.err
 
 
 def test_plan_prints_equal_layers_together_and_the_totals(command: Command, model: str) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import windowkv
 from tiny import MODELS, STATEFUL, cache_argument, fed, generated, shared_model, tokens
@@ -155,3 +154,33 @@ def test_a_count_that_is_none_is_refused_by_name(options: dict[str, Any]) -> Non
 def test_a_budget_that_is_no_number_of_bytes_is_refused(budget: Any) -> None:
     with pytest.raises(OptionError, match="budget_bytes"):
         windowkv.max_tokens(shared_model("mistral").config, budget)
+
+
+def test_shared_keys_and_values_count_in_the_peak_as_long_as_they_are_shared() -> None:
+    layers = ["sliding_attention"] * 3 + ["full_attention", "sliding_attention", "full_attention"]
+    model = MODELS["gemma3n"]()
+    config = hf.Gemma3nTextConfig(**model.config.to_dict() | {"layer_types": layers})
+    planned = windowkv.plan(config, tokens=2000, dtype=torch.float32)
+    token = 2 * 2 * 16 * 4  # keys and values, heads, head_dim, bytes
+    assert planned.peak_prefill_bytes == planned.total_bytes + 2 * 2000 * token
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(6, 2), (2, 4)])
+def test_an_encoders_layers_are_not_counted(encoder: int, decoder: int) -> None:
+    config = hf.T5Config(
+        num_layers=encoder,
+        num_decoder_layers=decoder,
+        num_heads=4,
+        d_kv=16,
+        d_model=64,
+        d_ff=96,
+        vocab_size=128,
+        decoder_start_token_id=0,
+        eos_token_id=None,
+    )
+    model = windowkv.enable(hf.T5ForConditionalGeneration(config).eval())
+    out = model.generate(tokens(1, 10), max_new_tokens=16, return_dict_in_generate=True)
+    cache = getattr(out, "cache", None) or out.past_key_values
+    held = windowkv.plan(config, tokens=cache.get_seq_length(), dtype=torch.float32)
+    assert len(held.layers) == decoder
+    assert cache.self_attention_cache.nbytes == held.total_bytes

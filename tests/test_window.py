@@ -1,6 +1,5 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from windowkv.window import Retention, Span, growing_capacity, kv_range, sees, slack, tail_length
 

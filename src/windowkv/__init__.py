@@ -1,32 +1,6 @@
 """Memory-bounded KV caches for language models with sliding-window attention, a drop-in for transformers."""
 
-from windowkv.cache import DynamicSlidingWindowCache
-from windowkv.errors import (
-    ConfigError,
-    InputError,
-    ModelSourceError,
-    OptionError,
-    RollbackError,
-    UnsupportedModelError,
-    WindowKVError,
-)
-from windowkv.integration import disable, enable
-from windowkv.memory import LayerPlan, Plan
-from windowkv.planner import max_tokens, plan
+import lazy_loader
 
-__all__ = [
-    "ConfigError",
-    "DynamicSlidingWindowCache",
-    "InputError",
-    "LayerPlan",
-    "ModelSourceError",
-    "OptionError",
-    "Plan",
-    "RollbackError",
-    "UnsupportedModelError",
-    "WindowKVError",
-    "disable",
-    "enable",
-    "max_tokens",
-    "plan",
-]
+# The names are in __init__.pyi. Importing them at their first use keeps `windowkv --help` from waiting for torch.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -54,6 +54,22 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         """False: shapes follow the tokens, so `generate` must not compile around this cache by itself."""
         return False
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add tokens `[B, H, Q, D]` to a layer and return all that they attend to, as `windowkv.buffers.Buffer.append`.
+
+        A single row that is held serves a batch of any size, unless a layer is transformers' own: InputError then.
+        """
+        held = getattr(self.layers[layer_idx], "keys", None)
+        if self.layout.foreign and held is not None and held.shape[0] != key_states.shape[0]:
+            raise InputError(
+                f"a batch of {key_states.shape[0]}, but this cache holds {held.shape[0]} rows, and some of its layers "
+                "cannot repeat them: use batch_repeat_interleave first, or a new cache"
+            )
+        states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return states
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back `-tokens_to_remove` tokens; 0 changes nothing.
 

@@ -66,7 +66,8 @@ def enable(
         model: a transformers model with `generate`.
         rollback: how far back from the furthest position reached a cache can always go, in tokens.
         prefill_chunk: how many tokens of a prompt are read at a time; "auto" is 2,048 and None the whole prompt at
-            once. Prompts with inputs that generate cannot split (images, embeddings) are read at once.
+            once. Prompts with inputs that generate cannot split (images, embeddings), and the prompts of models with
+            recurrent layers, are read at once.
         attention: "auto" computes only what each layer's window lets a query see, where that is known to give the
             model's own result, and otherwise does as "model", which leaves the model's attention as it is.
 
@@ -195,6 +196,8 @@ def _replace_caches(model_kwargs: dict[str, Any], ours: DynamicSlidingWindowCach
 def _can_be_chunked(model: Any, model_kwargs: dict[str, Any]) -> bool:
     cache = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
     if not isinstance(cache, DynamicSlidingWindowCache) or model.config.is_encoder_decoder:
+        return False
+    if cache.layout.foreign:  # several models compute something else when tokens come on top of a recurrent state
         return False
     tensors = {name for name, value in model_kwargs.items() if isinstance(value, Tensor)}
     return tensors <= _SPLIT_BY_CHUNK and (_CHUNKS_AFTER_A_PAST or not cache.get_seq_length())

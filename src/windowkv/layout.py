@@ -118,7 +118,9 @@ def _check_causal(decoder: Any) -> None:
 def _layer_configs(decoder: Any) -> Sequence[Any]:
     """One config per layer; the same one for all where layers do not differ."""
     layer_configs = getattr(decoder, "per_layer_config", None)
-    return [decoder] * decoder.num_hidden_layers if layer_configs is None else list(layer_configs)
+    # T5 and its kin count the encoder's layers in num_hidden_layers.
+    layers = getattr(decoder, "num_decoder_layers", None) or decoder.num_hidden_layers
+    return [decoder] * layers if layer_configs is None or len(layer_configs) != layers else list(layer_configs)
 
 
 def _kinds(decoder: Any, layer_configs: Sequence[Any]) -> list[str]:

@@ -23,16 +23,19 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The bytes of a cache after `tokens` tokens in each of `batch_size` rows, as `cache.nbytes` will count them."""
+    """The bytes of a cache after `tokens` tokens in each of `batch_size` rows, as `cache.nbytes` will count them.
+
+    Of a decoder's own tokens: what an encoder saw is in no number.
+    """
 
     tokens: int
     batch_size: int
     itemsize: int  # bytes of one number
     layers: tuple[LayerPlan, ...]
     baseline_bytes: int  # a cache in which no layer ever drops a token
-    peak_prefill_bytes: (
-        int  # while the whole prompt is computed in one go: all layers, and one layer's whole prompt besides
-    )
+    # At most, while the whole prompt is computed in one go: all layers, the whole prompt of one layer besides, and of
+    # those whose keys and values later layers share.
+    peak_prefill_bytes: int
     uncounted: tuple[int, ...]  # layers of kinds that transformers stores, whose bytes are in no number here
 
     @property
@@ -60,7 +63,7 @@ def plan_layout(layout: CacheLayout, *, tokens: int, batch_size: int, itemsize: 
         itemsize=itemsize,
         layers=layers,
         baseline_bytes=sum(whole),
-        peak_prefill_bytes=sum(layer.nbytes for layer in layers) + max(whole, default=0),
+        peak_prefill_bytes=sum(layer.nbytes for layer in layers) + max(whole, default=0) + _lent(layout, whole),
         uncounted=layout.foreign,
     )
 
@@ -76,6 +79,14 @@ def largest(fits: Callable[[int], bool], *, at_most: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+def _lent(layout: CacheLayout, whole: list[int]) -> int:
+    """Bytes of the prompts that stay alive for layers without keys and values of their own: one of each kind."""
+    if not any(spec.kind == "shared" for spec in layout.layers):
+        return 0
+    last = {spec.kind: nbytes for spec, nbytes in zip(layout.layers, whole, strict=True) if spec.bounded}
+    return sum(last.values())
 
 
 def _plan_layer(spec: LayerSpec, tokens: int, rows: int, rollback: int) -> LayerPlan:

@@ -5,6 +5,8 @@ Knows what each command does, in which order. Leaves torch and transformers to t
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from fractions import Fraction
 from importlib.metadata import version
@@ -101,7 +103,8 @@ def demo(
         from windowkv.comparison import compare
 
         prompt = encode(tokenizer, source)[:, :tokens]
-        comparison = compare(network, prompt, new_tokens=new_tokens, progress=show)
+        with _enough_positions(network, prompt.shape[1] + new_tokens):
+            comparison = compare(network, prompt, new_tokens=new_tokens, progress=show)
         show("drawing", 0, 0)
         picture = _draw(comparison, network, output)
     if comparison.prompt_tokens < tokens:
@@ -139,13 +142,14 @@ def generate(
     from windowkv.integration import enable
 
     ids = encode(tokenizer, source)
-    output = enable(network, rollback=rollback).generate(
-        ids,
-        attention_mask=ids.new_ones(ids.shape),
-        max_new_tokens=max_new_tokens,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        return_dict_in_generate=True,
-    )
+    with _enough_positions(network, ids.shape[1] + max_new_tokens):
+        output = enable(network, rollback=rollback).generate(
+            ids,
+            attention_mask=ids.new_ones(ids.shape),
+            max_new_tokens=max_new_tokens,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            return_dict_in_generate=True,
+        )
     say(reports.generation_sentence(network, output, prompt_tokens=ids.shape[1]))
 
 
@@ -207,6 +211,20 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if sys.stdin.isatty():
         raise typer.BadParameter("no prompt: pass --prompt or --prompt-file, or pipe a text in")
     return read_stdin()
+
+
+@contextmanager
+def _enough_positions(network: Any, tokens: int) -> Iterator[None]:
+    """Explain what a model with a table of positions says of a text that is longer than its table."""
+    try:
+        yield
+    except IndexError as error:
+        limit = getattr(network.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if limit is None or tokens <= limit:
+            raise
+        raise OptionError(
+            f"{tokens:,} tokens: this model has positions for {limit:,} (max_position_embeddings)"
+        ) from error
 
 
 def _draw(comparison: "Comparison", network: Any, output: Path) -> Path | None:

@@ -120,6 +120,8 @@ def generation_sentence(network: Any, output: Any, *, prompt_tokens: int) -> str
     if cache is None:
         return f"{counts}; this model keeps no cache"
     held = storage_nbytes(cache)
+    if all(cache.is_linear):
+        return f"{counts}; {size(held)} of states held, which do not grow"
     whole = plan(network.config, tokens=cache.get_seq_length(), dtype=network.dtype).baseline_bytes
     return f"{counts}; {size(held)} of keys and values held, {size(whole)} if none were dropped ({_ratio(whole, held)})"
 

@@ -1,0 +1,13 @@
+from .cache import DynamicSlidingWindowCache as DynamicSlidingWindowCache
+from .errors import (
+    ConfigError as ConfigError,
+    InputError as InputError,
+    ModelSourceError as ModelSourceError,
+    OptionError as OptionError,
+    RollbackError as RollbackError,
+    UnsupportedModelError as UnsupportedModelError,
+    WindowKVError as WindowKVError,
+)
+from .integration import disable as disable, enable as enable
+from .memory import LayerPlan as LayerPlan, Plan as Plan
+from .planner import max_tokens as max_tokens, plan as plan
