@@ -78,7 +78,7 @@ def test_without_a_peak_from_the_system_there_is_none(monkeypatch: pytest.Monkey
     def refuse(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("windowkv.comparison.Path.write_text", refuse)
+    monkeypatch.setattr("windowkv.measurement.Path.write_text", refuse)
     assert compare(shared_model("gemma3"), tokens(1, PROMPT), new_tokens=2).windowkv.peak_bytes is None
 
 

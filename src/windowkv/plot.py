@@ -1,9 +1,9 @@
-"""Measured bytes as a picture: what two caches hold against the tokens that they have seen.
+"""Measurements as pictures: what caches hold against the tokens that they have seen, and ratios.
 
-Knows points, names and matplotlib, which is an extra. Knows nothing of caches, models or how the points were measured.
+Knows points, names and matplotlib, which is an extra. Knows nothing of caches, models or how anything was measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -39,9 +39,7 @@ def draw_comparison(path: Path, *, baseline: Usage, windowkv: Usage, windows: Se
 
     Raises OptionError without matplotlib, and for a path that does not end in one of `FORMATS`.
     """
-    if path.suffix not in FORMATS:
-        raise OptionError(f"{path}: a picture's name ends in {', '.join(FORMATS)}")
-    figure = _new_figure()
+    figure = _new_figure(path)
     axes = _new_axes(figure)
     _draw_usage(axes, baseline, _OLD)
     _draw_usage(axes, windowkv, _NEW)
@@ -54,7 +52,34 @@ def draw_comparison(path: Path, *, baseline: Usage, windowkv: Usage, windows: Se
     return path
 
 
-def _new_figure() -> "Figure":
+def draw_ratios(path: Path, bars: Mapping[str, Mapping[str, float | None]]) -> Path:
+    """Draw a panel of bars for every measure, one bar for each name, against a line at 1; return where it is.
+
+    Raises OptionError as `draw_comparison`.
+    """
+    figure = _new_figure(path)
+    names = list(next(iter(bars.values())))
+    columns = 2
+    figure.set_size_inches(9, 1 + (0.6 + 0.24 * len(names)) * -(-len(bars) // columns))
+    panels = figure.subplots(-(-len(bars) // columns), columns, squeeze=False, sharey=True).flat
+    for panel, (title, ratios) in zip(panels, bars.items(), strict=False):
+        lengths = [ratios[name] or 0.0 for name in names]
+        panel.barh(names, lengths, color=[_NEW if length >= 1 else _OLD for length in lengths], height=0.7)
+        panel.bar_label(panel.containers[0], fmt="%.2fx", padding=3, fontsize=8, color=_INK)
+        panel.axvline(1, color=_QUIET, linewidth=1)
+        panel.set_title(title, fontsize=9, loc="left", color=_INK)
+        panel.set_xlim(0, 1.15 * max(1.0, *lengths))
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=8, colors=_QUIET, labelcolor=_INK)
+    panels[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path)
+    return path
+
+
+def _new_figure(path: Path) -> "Figure":
+    if path.suffix not in FORMATS:
+        raise OptionError(f"{path}: a picture's name ends in {', '.join(FORMATS)}")
     try:
         from matplotlib.figure import Figure  # not pyplot: no window system, no global state
     except ImportError as missing:

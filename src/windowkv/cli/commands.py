@@ -3,12 +3,14 @@
 Knows what each command does, in which order. Leaves torch and transformers to the command that needs them.
 """
 
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from fractions import Fraction
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,11 +27,12 @@ from windowkv.cli.sources import (
     read_file,
     read_stdin,
 )
-from windowkv.cli.terminal import print_json, print_table, progress, say
+from windowkv.cli.terminal import Show, print_json, print_table, progress, say
 from windowkv.errors import OptionError, WindowKVError
-from windowkv.plot import FORMATS, Usage, draw_comparison
+from windowkv.plot import FORMATS, Usage, draw_comparison, draw_ratios
 
 if TYPE_CHECKING:
+    from windowkv.benchmark import Result
     from windowkv.comparison import Comparison
 
 _WITH_MODEL = ("windowkv.comparison", "windowkv.model_source", "transformers.modeling_utils")
@@ -67,7 +70,7 @@ TextFile = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="Text to continue, instead of Python's documentation.")
 ]
 PromptFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="File with the text to continue.")]
-Picture = Annotated[Path, typer.Option(callback=_picture_path, help="Where the picture goes.")]
+Picture = Annotated[Path, typer.Option(callback=_picture_path, help="Where the picture goes; of bench, the data too.")]
 Budget = Annotated[
     int | None, typer.Option(parser=_byte_count, metavar="BYTES", help="Tell how many tokens fit in this, say 2GiB.")
 ]
@@ -188,6 +191,41 @@ def plan(
         typer.echo(reports.budget_sentence(budget, most))
 
 
+@app.command()
+def bench(
+    scenario: Annotated[
+        list[str] | None, typer.Option(help="One of those that --list names; all of them without.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each contender, of which the median counts.")] = 3,
+    output: Annotated[Path, typer.Option(callback=_picture_path, help="Where the picture goes; JSON besides.")] = Path(
+        "windowkv-bench.png"
+    ),
+    show_list: Annotated[bool, typer.Option("--list", help="Name the scenarios, and run none.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure time and memory against transformers, in one process, runs taking turns; takes a while."""
+    import_slowly("windowkv.benchmark", *_WITH_MODEL)
+    from windowkv.benchmark import SCENARIOS, run_scenario
+
+    if show_list:
+        print_table(reports.scenarios_table(SCENARIOS))
+        return
+    if unknown := set(scenario or ()) - set(SCENARIOS):
+        raise typer.BadParameter(f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
+    results = {}
+    with progress() as show:
+        for name in scenario or SCENARIOS:
+            show(f"{name}: loading", 0, 0)
+            results[name] = run_scenario(SCENARIOS[name], rounds=rounds, progress=partial(_show_run, show, name))
+    report = [reports.benchmark_report(name, result) for name, result in results.items()]
+    output.with_suffix(".json").write_text(json.dumps(report, indent=2))
+    if as_json:
+        print_json({"scenarios": report})
+    else:
+        print_table(reports.benchmark_table(results))
+        typer.echo(f"picture: {_draw_ratios(results, output) or 'none'}, data: {output.with_suffix('.json')}")
+
+
 def main() -> None:
     """Run the command; what goes wrong on purpose ends in one line on stderr and exit code 1."""
     for stream in (sys.stdout, sys.stderr):
@@ -227,19 +265,37 @@ def _enough_positions(network: Any, tokens: int) -> Iterator[None]:
         ) from error
 
 
+def _show_run(show: Show, scenario: str, contender: str, done: int, runs: int) -> None:
+    show(f"{scenario}: {contender}", done, runs)
+
+
+def _draw_ratios(results: "Mapping[str, Result]", output: Path) -> Path | None:
+    bars = {
+        f"{label}, against {contender}": {name: result.ratio(contender, attribute) for name, result in results.items()}
+        for label, attribute in reports.BENCHMARK_MEASURES
+        for contender in ("transformers", "transformers in chunks")
+    }
+    return _drawn(draw_ratios, output, bars)
+
+
+def _drawn(draw: Callable[..., Path], *args: Any, **kwargs: Any) -> Path | None:
+    """Where a picture is; without matplotlib None, and a line on how to get one."""
+    try:
+        return draw(*args, **kwargs)
+    except OptionError as no_matplotlib:
+        say(str(no_matplotlib))
+        return None
+
+
 def _draw(comparison: "Comparison", network: Any, output: Path) -> Path | None:
-    """Where the picture is; without matplotlib None, and a line on how to get one."""
     from windowkv.comparison import curves, windows
 
     seen, _ = comparison.windowkv.points[-1]
     old, new = curves(network.config, dtype=network.dtype, up_to=seen)
-    try:
-        return draw_comparison(
-            output,
-            baseline=Usage("transformers", old.after_prompt, old.decoding, comparison.baseline.points),
-            windowkv=Usage("windowkv", new.after_prompt, new.decoding, comparison.windowkv.points),
-            windows=windows(network.config),
-        )
-    except OptionError as no_matplotlib:
-        say(str(no_matplotlib))
-        return None
+    return _drawn(
+        draw_comparison,
+        output,
+        baseline=Usage("transformers", old.after_prompt, old.decoding, comparison.baseline.points),
+        windowkv=Usage("windowkv", new.after_prompt, new.decoding, comparison.windowkv.points),
+        windows=windows(network.config),
+    )

@@ -4,7 +4,7 @@ Knows which numbers are worth telling, and their units. Computes none of them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from windowkv.benchmark import Result, Scenario
     from windowkv.comparison import Comparison
     from windowkv.memory import Plan
 
@@ -55,6 +56,14 @@ _MEASURES = (
 )
 
 
+BENCHMARK_MEASURES = (
+    ("time to first token", "first_token_seconds"),
+    ("time per token", "token_seconds"),
+    ("KV bytes after the prompt", "kv_bytes"),
+    ("rise of memory", "rise_bytes"),
+)
+
+
 def comparison_report(comparison: "Comparison") -> dict[str, Any]:
     """A comparison for JSON: bytes and seconds, each for `baseline_` and `windowkv_`."""
     runs = {"baseline": comparison.baseline, "windowkv": comparison.windowkv}
@@ -79,6 +88,50 @@ def comparison_table(comparison: "Comparison", *, title: str) -> Table:
         table.add_row(label, write(before), write(after), _ratio(before, after))
     table.add_row("exact bound, as planned", "", size(comparison.bound_bytes), "")
     table.caption = _uncounted(comparison.uncounted)
+    return table
+
+
+def scenarios_table(scenarios: "Mapping[str, Scenario]") -> Table:
+    """What can be measured."""
+    table = _table("scenarios", "name", "dtype", "batch", "prompt", "turns")
+    table.add_column("model")
+    for name, each in scenarios.items():
+        counts = (f"{count:,}" for count in (each.batch_size, each.prompt_tokens, each.turns))
+        table.add_row(name, str(each.dtype).removeprefix("torch."), *counts, each.title)
+    return table
+
+
+def benchmark_report(name: str, result: "Result") -> dict[str, Any]:
+    """All that was measured of a scenario, for JSON: bytes and seconds, round by round."""
+    scenario = result.scenario
+    return {
+        "scenario": name,
+        "model": scenario.title,
+        "dtype": str(scenario.dtype).removeprefix("torch."),
+        "prompt_tokens": scenario.prompt_tokens,
+        "batch_size": scenario.batch_size,
+        "new_tokens": scenario.new_tokens,
+        "turns": scenario.turns,
+        "tokens_equal": result.tokens_equal,
+        "rounds": {
+            contender: [{key: value for key, value in asdict(sample).items() if key != "tokens"} for sample in samples]
+            for contender, samples in result.samples.items()
+        },
+    }
+
+
+def benchmark_table(results: "Mapping[str, Result]") -> Table:
+    """Ratios of medians for a reader: a scenario takes two rows, one for each way to run transformers."""
+    table = _table(
+        "how many times less windowkv needs", "scenario", "against", *(label for label, _ in BENCHMARK_MEASURES)
+    )
+    table.add_column("tokens", justify="right")
+    for name, result in results.items():
+        for contender in [contender for contender in result.samples if contender != "windowkv"]:
+            ratios = (result.ratio(contender, attribute) for _, attribute in BENCHMARK_MEASURES)
+            cells = ["-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+            table.add_row(name, contender, *cells, "equal" if result.tokens_equal else "differ")
+    table.caption = "ratios of medians, runs taking turns; in bfloat16 tokens depend on how a prompt is cut"
     return table
 
 
