@@ -341,6 +341,15 @@ def test_models_with_a_state_of_their_own_keep_their_attention(name: str) -> Non
     assert implementation(windowkv.enable(model)) == "sdpa"
 
 
+@pytest.mark.parametrize("alibi", [False, True])
+def test_a_model_that_does_not_attend_through_the_interface_keeps_its_attention(alibi: bool) -> None:
+    config = hf.FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=alibi)
+    model = hf.FalconForCausalLM(config).eval()
+    before, expected = implementation(model), uncached(model, tokens(1, 20), 12)
+    assert implementation(windowkv.enable(model, prefill_chunk=8)) == before
+    assert torch.equal(generated(model, tokens(1, 20), 12), expected)
+
+
 def test_copies_and_pickles_keep_the_fast_attention() -> None:
     model, ids = enabled("gemma3"), tokens(1, 20)
     expected = uncached(shared_model("gemma3"), ids, 12)
@@ -388,7 +397,7 @@ def test_a_long_prompt_is_read_in_chunks() -> None:
     assert chunks_of(enabled("gemma3", prefill_chunk=16), ids) == [16, 16, 16, 2, 1, 1]
     assert chunks_of(enabled("gemma3", prefill_chunk=None), ids) == [50, 1, 1]
     assert chunks_of(enabled("gemma3"), ids) == [50, 1, 1]
-    assert chunks_of(enabled("gemma3"), tokens(1, 2050)) == [2048, 2, 1, 1]
+    assert chunks_of(enabled("gemma3"), tokens(1, 2050)) == [1024, 1024, 2, 1, 1]
     assert chunks_of(enabled("gemma3", prefill_chunk=16), ids, prefill_chunk_size=40) == [40, 10, 1, 1]
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 import windowkv
 from tiny import MODELS, generated
+from windowkv.benchmark import CONTENDERS, Scenario
 from windowkv.cli import main
 from windowkv.cli.sources import DEMO_MODEL, python_documentation
 
@@ -47,6 +48,7 @@ class Stdin(io.TextIOWrapper):
 
 
 Command = Callable[..., Result]
+Started = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture(scope="session")
@@ -77,13 +79,21 @@ def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return run
 
 
-def started(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
-    """The command in a process of its own, with one thread."""
-    script = "import torch; torch.set_num_threads(1); from windowkv.cli import main; main()"
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
-    )
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """The command in a process of its own, with one thread, which ends with the test."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+        script = "import torch; torch.set_num_threads(1); from windowkv.cli import main; main()"
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen([sys.executable, "-c", script, *map(str, arguments)], **streams | options))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 # -- the command itself
@@ -91,7 +101,7 @@ def started(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
 
 def test_version_and_help(command: Command) -> None:
     assert command("--version") == (0, f"windowkv {version('windowkv')}\n", "")
-    assert {"demo", "generate", "plan"} <= set(command("--help").out.split())
+    assert {"demo", "generate", "plan", "bench"} <= set(command("--help").out.split())
 
 
 @pytest.mark.parametrize(
@@ -319,10 +329,34 @@ def test_plan_answers_both_questions_at_once(command: Command, model: str) -> No
     assert {"total_bytes", "max_tokens"} <= set(report)
 
 
+def test_bench_prints_ratios_and_writes_a_picture_and_the_data(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiny = Scenario("tiny", lambda _: MODELS["mistral"](), torch.float32, 50, new_tokens=3, turns=2)
+    monkeypatch.setattr("windowkv.benchmark.SCENARIOS", {"tiny": tiny, "other": tiny})
+    result = command("bench", "--scenario", "tiny", "--rounds", 2, "--output", "out.png")
+    assert result.code == 0, result.err
+    assert result.out.count("tiny") == 2, "a row against each way to run transformers"
+    (report,) = json.loads(Path(tmp_path, "out.json").read_text())
+    assert report["tokens_equal"]
+    assert {name: len(rounds) for name, rounds in report["rounds"].items()} == dict.fromkeys(CONTENDERS, 2)
+    theirs, ours = (report["rounds"][name][0]["kv_bytes"] for name in ("transformers", "windowkv"))
+    assert ours == windowkv.plan(MODELS["mistral"]().config, tokens=103, dtype=torch.float32).total_bytes
+    assert theirs >= 4 * 50 * 2 * 2 * 16 * 4, "layers, the last prompt, keys and values, heads, head_dim, bytes"
+    assert Path(tmp_path, "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_names_its_scenarios_and_refuses_others(command: Command) -> None:
+    assert {"prefill", "batch-decode", "turns"} <= set(command("bench", "--list").out.split())
+    result = command("bench", "--scenario", "nothing")
+    assert result.code == 2
+    assert "prefill" in result.err
+
+
 # -- how a process ends
 
 
-def test_ctrl_c_while_text_comes_ends_with_130_and_no_traceback(model: str) -> None:
+def test_ctrl_c_while_text_comes_ends_with_130_and_no_traceback(model: str, started: Started) -> None:
     process = started("generate", "--model", model, "--prompt", "a", "--max-new-tokens", 1_000_000)
     assert process.stdout is not None
     assert process.stdout.read(1)
@@ -333,7 +367,7 @@ def test_ctrl_c_while_text_comes_ends_with_130_and_no_traceback(model: str) -> N
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-def test_ctrl_c_behind_a_progress_bar_gives_the_cursor_back(model: str, tmp_path: Path) -> None:
+def test_ctrl_c_behind_a_progress_bar_gives_the_cursor_back(model: str, started: Started, tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     arguments = ("demo", "--model", model, "--tokens", 20, "--new-tokens", 1_000_000)
     process = started(*arguments, stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path)
@@ -372,7 +406,7 @@ def test_ctrl_c_while_torch_is_imported_ends_at_once(model: str) -> None:
     assert time.monotonic() - start < 20
 
 
-def test_a_reader_that_leaves_early_causes_no_traceback(model: str) -> None:
+def test_a_reader_that_leaves_early_causes_no_traceback(model: str, started: Started) -> None:
     process = started("generate", "--model", model, "--prompt", "a", "--max-new-tokens", 1_000_000)
     assert process.stdout is not None
     assert process.stderr is not None

@@ -7,8 +7,8 @@ The last query stands at the last key, so query `i` is in slot `K - Q + i`. It s
 that one integer says a window, a chunk, left padding and any mixture of them.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -125,22 +125,28 @@ def _blocks_attention(query: Tensor, keys: Tensor, values: Tensor, starts: Tenso
     batch, heads, queries = query.shape[:3]
     # In the order [B, Q, H * G, Dv], which models want next, so that no copy is needed for it.
     out = query.new_empty(batch, queries, heads, values.shape[-1]).transpose(1, 2)
-    attend = _fused_block if scoring.plain and query.dtype != torch.bfloat16 else _product_block
-    for block, band, block_starts in _bands(starts, keys.shape[TOKENS], rows=batch * heads):
+    bands = _bands(starts, keys.shape[TOKENS], rows=batch * heads)
+    attend = _fused_block
+    if not scoring.plain or query.dtype == torch.bfloat16:
+        # One place for the scores of all blocks: bands that grow would leave holes behind that fit none of them.
+        largest = max((block.stop - block.start) * (band.stop - band.start) for block, band, _ in bands)
+        attend = partial(_product_block, query.new_empty(batch * heads * largest))
+    for block, band, block_starts in bands:
         out[:, :, block] = attend(query[:, :, block], keys[:, :, band], values[:, :, band], block_starts, scoring)
     return out
 
 
-def _bands(starts: Tensor, keys: int, rows: int) -> Iterator[tuple[slice, slice, Tensor]]:
+def _bands(starts: Tensor, keys: int, rows: int) -> list[tuple[slice, slice, Tensor]]:
     """Blocks of queries, the slots that one of them sees, and their starts counted from the first of those slots."""
     queries = starts.shape[1]
     widest = int((torch.arange(keys - queries, keys) - starts).max()) + BLOCK
     length = max(1, min(BLOCK, _SCORES // (rows * widest)))
-    for first in range(0, queries, length):
-        last = min(first + length, queries)
-        block = starts[:, first:last]
-        lowest = int(block.min())
-        yield slice(first, last), slice(lowest, keys - queries + last), block - lowest
+    blocks = [slice(first, min(first + length, queries)) for first in range(0, queries, length)]
+    lowest = [int(starts[:, block].min()) for block in blocks]
+    return [
+        (block, slice(low, keys - queries + block.stop), starts[:, block] - low)
+        for block, low in zip(blocks, lowest, strict=True)
+    ]
 
 
 def _fused_block(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scoring: Scoring) -> Tensor:
@@ -150,16 +156,20 @@ def _fused_block(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, sc
     return _unpacked(out, query.shape[TOKENS])
 
 
-def _product_block(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scoring: Scoring) -> Tensor:
+def _product_block(
+    scratch: Tensor, query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scoring: Scoring
+) -> Tensor:
     """By matrix products: twice as fast as the fused kernel in bfloat16, and open to softcaps and sink logits.
 
     Scores are rounded to the tensors' dtype, as in transformers' eager attention.
     """
     batch, heads, queries = query.shape[:3]
-    scores = _packed(query * scoring.scale, keys.shape[1]) @ keys.mT
+    packed = _packed(query * scoring.scale, keys.shape[1])
+    scores = scratch[: batch * heads * queries * keys.shape[TOKENS]].view(*packed.shape[:3], -1)
+    torch.matmul(packed, keys.mT, out=scores)
     if scoring.softcap is not None:
-        scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
-    scores = scores.view(batch, heads, queries, keys.shape[TOKENS])
+        scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+    scores = scores.view(batch, heads, queries, -1)
     # Between its two edges every query sees every key, so only they are masked.
     for edge in (slice(0, int(starts.max())), slice(keys.shape[TOKENS] - queries, None)):
         scores[..., edge].masked_fill_(~visible(starts, keys.shape[TOKENS], edge)[:, None], float("-inf"))
@@ -167,8 +177,9 @@ def _product_block(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, 
 
 
 def _weights(scores: Tensor, scoring: Scoring) -> Tensor:
+    """Their softmax, in the place of the scores where nothing has to be added to them."""
     if scoring.sinks is None:
-        return scores.softmax(dim=-1)
+        return torch.softmax(scores, dim=-1, out=scores)
     sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
     return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 

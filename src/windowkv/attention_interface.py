@@ -20,15 +20,15 @@ from windowkv.layout import CacheLayout
 _PREFIX = "windowkv_"
 _STARTS = torch.int32  # no other mask has this dtype: it tells both seams what they are looking at
 _BASE_MASKS: dict[str, Callable[..., Tensor | None]] = {"sdpa": sdpa_mask, "eager": eager_mask}
-# Models that look into their masks, or whose own attention reads more than the arguments tell.
-_OWN_WAYS = frozenset({"bigbird_pegasus", "doge"})
+# Models that say to attend through transformers' interface, and look into their masks besides.
+_OWN_WAYS = frozenset({"doge"})
 
 
 def fast_name(model: Any, layout: CacheLayout) -> str | None:
     """The name of the implementation that replaces the one that a model has; None where that one should stay."""
     decoder = model.config.get_text_config(decoder=True)
-    own = type(model).__module__.startswith("transformers.")
-    if not own or model.config.is_encoder_decoder or decoder.model_type in _OWN_WAYS or layout.foreign:
+    known = type(model).__module__.startswith("transformers.") and model._supports_attention_backend
+    if not known or model.config.is_encoder_decoder or decoder.model_type in _OWN_WAYS or layout.foreign:
         return None
     return _PREFIX + decoder._attn_implementation if decoder._attn_implementation in _BASE_MASKS else None
 

@@ -88,9 +88,9 @@ def measure(
 
     `progress` is told `(steps done, steps in all)` of every decoder layer that has read the prompt and of every token.
     """
+    _release_memory()  # before anything is shown: an interrupt that a finalizer happens to meet is swallowed
     layers = _decoder_layers(model)
     recorder = _Recorder(cache, _ticker(progress or _silent, len(layers) + new_tokens))
-    _release_memory()
     start_bytes = _process_nbytes("VmRSS") if _reset_peak() else None
     start = perf_counter()
     with _hooked(layers, recorder.on_layer):
