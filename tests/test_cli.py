@@ -24,6 +24,7 @@ from tiny import MODELS, generated
 from windowkv.benchmark import CONTENDERS, Scenario
 from windowkv.cli import main
 from windowkv.cli.sources import DEMO_MODEL, python_documentation
+from windowkv.cli.terminal import progress
 
 PROMPT = "the window slides over the text. " * 12
 CODES = (10, *range(32, 127))
@@ -414,3 +415,24 @@ def test_a_reader_that_leaves_early_causes_no_traceback(model: str, started: Sta
     process.stdout.close()
     assert process.wait(timeout=30) == 1
     assert b"Traceback" not in process.stderr.read()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_a_finalizer_swallows_is_heard_at_the_next_step() -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    steps = []
+
+    def work() -> None:
+        with progress() as show:
+            for step in range(3):
+                show("working", step, 3)
+                steps.append(step)
+                Finalized()
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert steps == [0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

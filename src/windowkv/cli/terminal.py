@@ -4,6 +4,7 @@ Knows streams and terminals. Knows nothing of what is written to them.
 """
 
 import json
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,13 +36,50 @@ def say(message: str) -> None:
 def progress() -> Iterator[Show]:
     """A bar on stderr while the block runs, gone however it ends; a line per stage where stderr is no terminal."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _line_per_stage()
-        return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("")
-        yield lambda stage, done, steps: bar.update(task, description=stage, completed=done, total=steps or None)
+    with _heard_interrupts() as check:
+        if not console.is_terminal:
+            yield _checked(_line_per_stage(), check)
+            return
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("")
+
+            def show(stage: str, done: int, steps: int) -> None:
+                bar.update(task, description=stage, completed=done, total=steps or None)
+
+            yield _checked(show, check)
+
+
+def _checked(show: Show, check: Callable[[], None]) -> Show:
+    def checked(stage: str, done: int, steps: int) -> None:
+        check()
+        show(stage, done, steps)
+
+    return checked
+
+
+@contextmanager
+def _heard_interrupts() -> Iterator[Callable[[], None]]:
+    """Raise KeyboardInterrupt as usual, and again from `check` when nobody heard it.
+
+    Python drops an exception that is raised while a finalizer runs, and with it the wish to stop.
+    """
+    heard = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal heard
+        heard = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if heard:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _line_per_stage() -> Show:
