@@ -75,7 +75,9 @@ def _heard_interrupts() -> Iterator[Callable[[], None]]:
         if heard:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # a shell that starts a command in the background wants it left alone
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield check
     finally:
