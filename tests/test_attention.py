@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windowkv.attention import (
     BLOCK,
     Scoring,
+    aligned_attention,
     causal_attention,
     masked_attention,
     ranges_attention,
@@ -213,3 +214,23 @@ def test_causal_attention_equals_the_definition(past: int) -> None:
 def test_what_is_visible_is_what_the_window_says(window: int | None) -> None:
     shown = visible(window_starts(6, 5, window), 11)[0]
     assert shown.tolist() == [[sees(query, key, window) for key in range(11)] for query in range(5, 11)]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("length", [1, 512, 513, 4096, 4097, 5000])
+def test_a_single_query_is_exact_however_many_threads_share_its_keys(
+    length: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for batch, heads in ((1, 1), (2, 1), (1, 3)):
+        query, keys, values = problem(1, length - 1, batch=batch, kv_heads=heads, heads=4 * heads)
+        starts = torch.zeros(1, 1, dtype=torch.long)
+        expected = masked_attention(query, keys, values, starts, PLAIN)
+        torch.testing.assert_close(ranges_attention(query, keys, values, starts, PLAIN), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("queries", "past"), [(1, 0), (1, 7), (9, 0), (5, 12)])
+def test_causal_attention_as_accelerators_do_it_is_exact(queries: int, past: int) -> None:
+    query, keys, values = problem(queries, past)
+    expected = masked_attention(query, keys, values, window_starts(queries, past, None), PLAIN)
+    torch.testing.assert_close(aligned_attention(query, keys, values, PLAIN.scale), expected, atol=1e-5, rtol=0)

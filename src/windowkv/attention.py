@@ -4,7 +4,8 @@ Knows tensors and, for each query, the first slot that it sees. Knows nothing of
 
 Shapes: `B` batch, `H` heads of keys and values, `G` query heads for each of them, `Q` queries, `K` keys, `D` head_dim.
 The last query stands at the last key, so query `i` is in slot `K - Q + i`. It sees slots `starts[..., i]` to its own:
-that one integer says a window, a chunk, left padding and any mixture of them.
+that one integer says a window, a chunk, left padding and any mixture of them. Starts lie in the CPU's memory, wherever
+the tensors do: which keys a block of queries reads is decided there, and nothing waits for an accelerator.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 TOKENS = 2  # the dimension of [B, H, T, D] that holds tokens
-BLOCK = 128  # queries taken together: as good as any of 64 to 512, for windows of 512 to 4096
+BLOCK = 128  # queries taken together: as good as any of 64 to 512 on a CPU, for windows of 512 to 4096
+_ACCELERATOR_BLOCK = 512  # larger, since every block costs launches there
 _SCORES = 1 << 24  # most scores that are held at once
+_SHORT, _LONG = 512, 4096  # keys that few heads do not share, and from which on they split them, between threads
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ def masked_attention(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor
     scores = (_packed(query, keys.shape[1]) @ keys.mT * scoring.scale).view(-1, heads, queries, keys.shape[TOKENS])
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores.masked_fill(~visible(starts, keys.shape[TOKENS])[:, None], float("-inf"))
+    scores = scores.masked_fill(~visible(starts.to(query.device), keys.shape[TOKENS])[:, None], float("-inf"))
     if scoring.sinks is not None:
         sinks = scoring.sinks.to(scores.dtype).view(1, heads, 1, 1).expand(scores.shape[0], heads, queries, 1)
         scores = torch.cat((scores, sinks), dim=-1)
@@ -69,7 +73,7 @@ def ranges_attention(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor
     """
     if query.shape[TOKENS] == 1:
         return decode_attention(query, keys, values, starts, scoring)
-    if query.dtype != torch.bfloat16 and scoring.plain and values.shape[-1] == keys.shape[-1]:
+    if scoring.plain and values.shape[-1] == keys.shape[-1] and not _products_win(query):
         rows, past = starts[:, -1], keys.shape[TOKENS] - query.shape[TOKENS]
         if torch.equal(starts, rows[:, None].minimum(torch.arange(past, past + starts.shape[1]))):
             return _rows_attention(query, keys, values, rows.tolist(), scoring.scale)
@@ -79,12 +83,13 @@ def ranges_attention(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor
 def decode_attention(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scoring: Scoring) -> Tensor:
     """`masked_attention` for one query per row: no mask unless rows differ, and no key or value is repeated."""
     first = int(starts.min())
-    keys, values, starts = keys[:, :, first:], values[:, :, first:], starts - first
+    if first:
+        keys, values, starts = keys[:, :, first:], values[:, :, first:], starts - first
     if not scoring.plain:
         return masked_attention(query, keys, values, starts, scoring)
-    mask = _additive_mask(query, keys, starts) if starts.any() else None
-    packed = _packed(query, keys.shape[1])
-    return _unpacked(F.scaled_dot_product_attention(packed, keys, values, mask, scale=scoring.scale), 1)
+    if len(starts) == 1 or not starts.any():
+        return _unmasked_attention(query, keys, values, scoring.scale)
+    return _fused_block(query, keys, values, starts, scoring)
 
 
 def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -94,6 +99,8 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     the two parts are joined by their normalisers, as FlashAttention joins its blocks (arXiv 2205.14135, section 3.1).
     """
     queries, past = query.shape[TOKENS], keys.shape[TOKENS] - query.shape[TOKENS]
+    if query.device.type != "cpu":
+        return aligned_attention(query, keys, values, scale)
     near_keys, near_values = (_repeated(states[:, :, past:], query.shape[1]) for states in (keys, values))
     if not past:
         return F.scaled_dot_product_attention(query, near_keys, near_values, is_causal=True, scale=scale)
@@ -103,6 +110,47 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     far, far_norm = flash(packed, keys[:, :, :past], values[:, :, :past], 0.0, False, scale=scale)
     near_share = torch.sigmoid(near_norm - far_norm.reshape(near_norm.shape))[..., None].to(query.dtype)
     return torch.lerp(_unpacked(far, queries), near, near_share)
+
+
+def aligned_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """`causal_attention` where the fused kernels can align the last query with the last key themselves."""
+    bias = causal_lower_right(query.shape[TOKENS], keys.shape[TOKENS])
+    keys, values = (_repeated(states, query.shape[1]) for states in (keys, values))
+    return F.scaled_dot_product_attention(query, keys, values, bias, scale=scale)
+
+
+def _unmasked_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attention of one query per row to all keys."""
+    length, packed = keys.shape[TOKENS], _packed(query, keys.shape[1])
+    # The fused kernel gives each thread whole rows of the batch and heads of keys: with too few of them, some rest.
+    # In bfloat16 nothing is gained by employing these.
+    resting = keys.shape[0] * keys.shape[1] < torch.get_num_threads() and not _products_win(query)
+    resting = resting and query.device.type == "cpu"
+    if resting and length <= _SHORT:
+        return F.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True)
+    if resting and length >= _LONG and values.shape[-1] == keys.shape[-1]:
+        return _unpacked(_split_attention(packed, keys, values, scale, parts=2 * torch.get_num_threads()), 1)
+    return _unpacked(F.scaled_dot_product_attention(packed, keys, values, scale=scale), 1)
+
+
+def _split_attention(packed: Tensor, keys: Tensor, values: Tensor, scale: float, parts: int) -> Tensor:
+    """Attention to parts of the keys, joined by their normalisers.
+
+    As Flash-Decoding does it (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    even = keys.shape[TOKENS] // parts * parts
+    rows = packed.flatten(0, 1)[:, None]
+    folded = [
+        states[:, :, :even].flatten(0, 1).view(len(rows), parts, -1, states.shape[-1]) for states in (keys, values)
+    ]
+    out, norm = flash(rows.expand(-1, parts, -1, -1), *folded, 0.0, False, scale=scale)
+    if even < keys.shape[TOKENS]:
+        rest = [states[:, :, even:].flatten(0, 1)[:, None] for states in (keys, values)]
+        last, last_norm = flash(rows, *rest, 0.0, False, scale=scale)
+        out, norm = torch.cat((out, last), dim=1), torch.cat((norm, last_norm), dim=1)
+    joined: Tensor = (out * norm.softmax(dim=1)[..., None].to(out.dtype)).sum(dim=1)
+    return joined.view(packed.shape)
 
 
 def _rows_attention(query: Tensor, keys: Tensor, values: Tensor, rows: list[int], scale: float) -> Tensor:
@@ -125,22 +173,23 @@ def _blocks_attention(query: Tensor, keys: Tensor, values: Tensor, starts: Tenso
     batch, heads, queries = query.shape[:3]
     # In the order [B, Q, H * G, Dv], which models want next, so that no copy is needed for it.
     out = query.new_empty(batch, queries, heads, values.shape[-1]).transpose(1, 2)
-    bands = _bands(starts, keys.shape[TOKENS], rows=batch * heads)
+    block = BLOCK if query.device.type == "cpu" else _ACCELERATOR_BLOCK
+    bands = _bands(starts, keys.shape[TOKENS], rows=batch * heads, block=block)
     attend = _fused_block
-    if not scoring.plain or query.dtype == torch.bfloat16:
+    if not scoring.plain or _products_win(query):
         # One place for the scores of all blocks: bands that grow would leave holes behind that fit none of them.
-        largest = max((block.stop - block.start) * (band.stop - band.start) for block, band, _ in bands)
+        largest = max((part.stop - part.start) * (band.stop - band.start) for part, band, _ in bands)
         attend = partial(_product_block, query.new_empty(batch * heads * largest))
-    for block, band, block_starts in bands:
-        out[:, :, block] = attend(query[:, :, block], keys[:, :, band], values[:, :, band], block_starts, scoring)
+    for part, band, part_starts in bands:
+        out[:, :, part] = attend(query[:, :, part], keys[:, :, band], values[:, :, band], part_starts, scoring)
     return out
 
 
-def _bands(starts: Tensor, keys: int, rows: int) -> list[tuple[slice, slice, Tensor]]:
+def _bands(starts: Tensor, keys: int, rows: int, block: int) -> list[tuple[slice, slice, Tensor]]:
     """Blocks of queries, the slots that one of them sees, and their starts counted from the first of those slots."""
     queries = starts.shape[1]
-    widest = int((torch.arange(keys - queries, keys) - starts).max()) + BLOCK
-    length = max(1, min(BLOCK, _SCORES // (rows * widest)))
+    widest = int((torch.arange(keys - queries, keys) - starts).max()) + block
+    length = max(1, min(block, _SCORES // (rows * widest)))
     blocks = [slice(first, min(first + length, queries)) for first in range(0, queries, length)]
     lowest = [int(starts[:, block].min()) for block in blocks]
     return [
@@ -171,8 +220,9 @@ def _product_block(
         scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
     scores = scores.view(batch, heads, queries, -1)
     # Between its two edges every query sees every key, so only they are masked.
+    device_starts = starts.to(query.device)
     for edge in (slice(0, int(starts.max())), slice(keys.shape[TOKENS] - queries, None)):
-        scores[..., edge].masked_fill_(~visible(starts, keys.shape[TOKENS], edge)[:, None], float("-inf"))
+        scores[..., edge].masked_fill_(~visible(device_starts, keys.shape[TOKENS], edge)[:, None], float("-inf"))
     return _unpacked(_packed(_weights(scores, scoring), keys.shape[1]) @ values, queries)
 
 
@@ -186,9 +236,14 @@ def _weights(scores: Tensor, scoring: Scoring) -> Tensor:
 
 def _additive_mask(query: Tensor, keys: Tensor, starts: Tensor) -> Tensor:
     """0 where a query sees a key and -inf elsewhere, `[B or 1, 1, G * Q, K]` for packed queries."""
-    seen = visible(starts, keys.shape[TOKENS])
+    seen = visible(starts.to(query.device), keys.shape[TOKENS])
     mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, float("-inf"))
     return mask.repeat(1, query.shape[1] // keys.shape[1], 1)[:, None]
+
+
+def _products_win(query: Tensor) -> bool:
+    """Whether matrix products are faster than the fused kernel, which on a CPU gains nothing from bfloat16."""
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16
 
 
 def _packed(states: Tensor, kv_heads: int) -> Tensor:

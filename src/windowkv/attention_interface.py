@@ -50,8 +50,9 @@ def ranges_mask(
     base: str,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The first slot that each query sees, int32 `[B or 1, 1, Q, 1]`, where that says all; else the base's own mask.
+    """The first slot that each query sees, where that says all, else the base's own mask.
 
+    The former is int32 `[B or 1, 1, Q, 1]`, and on the CPU: it is read there.
     Arguments as transformers' `sdpa_mask`. What each query sees must be one run of slots that ends at its own, which is
     so for windows, chunks and left padding over keys that end with the newest query.
     """
@@ -59,7 +60,7 @@ def ranges_mask(
         padding = _left_padding(attention_mask, kv_length, kv_offset)
         if padding is not None:
             own = torch.arange(q_offset, q_offset + q_length)
-            first = _first_visible(mask_function, batch_size, own, kv_offset)
+            first = _first_visible(mask_function, batch_size, own.to(kwargs.get("device", "cpu")), kv_offset).cpu()
             return torch.minimum(torch.maximum(first, padding), own - kv_offset).to(_STARTS)[:, None, :, None]
     return _BASE_MASKS[base](
         batch_size=batch_size,
@@ -89,12 +90,12 @@ def ranges_forward(
     """
     if attention_mask is None or attention_mask.dtype != _STARTS:
         return _hand_over(base, module, query, key, value, attention_mask, **kwargs)
-    starts = attention_mask[:, 0, :, 0]
+    starts = attention_mask[:, 0, :, 0].cpu()  # hooks of models on several devices move whatever they are handed
     if not _plain(module, query, key, base, **kwargs):
-        seen = visible(starts, key.shape[2])[:, None].expand(query.shape[0], -1, -1, -1)
+        seen = visible(starts.to(query.device), key.shape[2])[:, None].expand(query.shape[0], -1, -1, -1)
         if base == "eager":
             lowest = torch.finfo(query.dtype).min
-            seen = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, lowest)
+            seen = query.new_zeros(seen.shape).masked_fill_(~seen, lowest)
         return _hand_over(base, module, query, key, value, seen, **kwargs)
     scale = kwargs.get("scaling")
     scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, kwargs.get("softcap"), kwargs.get("s_aux"))
@@ -120,7 +121,7 @@ def _covered(
     return (
         allow_is_causal_skip
         and not use_vmap
-        and torch.device(device).type == "cpu"
+        and _worthwhile(torch.device(device).type, q_length)
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         # Static caches show keys that are yet to come, and count in tensors.
@@ -130,6 +131,11 @@ def _covered(
     )
 
 
+def _worthwhile(device_type: str, q_length: int) -> bool:
+    """Whether looking into a mask pays: an accelerator has to be waited for, and decodes well without."""
+    return device_type != "meta" and (device_type == "cpu" or q_length > 1)
+
+
 def _left_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
     """How many of the keys are padding, `[B or 1, 1]`; None when some padding is not on the left."""
     if attention_mask is None or bool(attention_mask.all()):
@@ -137,17 +143,19 @@ def _left_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int)
     if attention_mask.ndim != 2 or attention_mask.shape[1] < kv_offset + kv_length:
         return None
     real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    return (~real).sum(dim=1, keepdim=True) if bool((real[:, 1:] >= real[:, :-1]).all()) else None
+    return (~real).sum(dim=1, keepdim=True).cpu() if bool((real[:, 1:] >= real[:, :-1]).all()) else None
 
 
 def _first_visible(mask_function: Callable[..., Tensor], batch: int, queries: Tensor, kv_offset: int) -> Tensor:
     """The first slot that a mask function shows to each query, `[B, Q]`, by bisection: its own it always sees."""
-    row, head, query = torch.arange(batch)[:, None], torch.zeros(1, 1, dtype=torch.long), queries[None]
+    device = queries.device
+    row, head = torch.arange(batch, device=device)[:, None], torch.zeros(1, 1, dtype=torch.long, device=device)
+    query = queries[None]
 
     def sees(position: Tensor) -> Tensor:
         return mask_function(row, head, query, position).expand(batch, -1)
 
-    low = torch.full((batch, len(queries)), kv_offset)
+    low = torch.full((batch, len(queries)), kv_offset, device=device)
     if bool(sees(low).all()):
         return low[:1] - kv_offset
     high = query.expand(batch, -1)

@@ -181,18 +181,20 @@ class _Write:
 
 
 def _prepare(storage: Tensor, new: Tensor, span: Span, step: Append, capacity: int, *, in_place: bool) -> _Write:
-    past = storage[:, :, span.slots(step.first, span.end)]
-    old = storage[:, :, span.slots(min(step.span.start, span.end), span.end)]
+    temporary = None
+    if step.detour:
+        past = storage[:, :, span.slots(step.first, span.end)]
+        temporary = torch.cat((past, new), TOKENS) if past.shape[TOKENS] else new
+        new = new[:, :, max(0, step.span.start - span.end) :]
     in_place = in_place and storage.shape[TOKENS] == capacity
-    moves = step.span.start != span.start
-    # Reading and writing overlapping memory in one copy gives garbage, so a move within the storage takes a clone.
-    within = old.clone() if in_place and moves else None
-    return _Write(
-        target=storage if in_place else new.new_empty((*new.shape[:TOKENS], capacity, new.shape[-1])),
-        kept=within if in_place else old,
-        new=new[:, :, max(0, step.span.start - span.end) :],
-        temporary=(torch.cat((past, new), TOKENS) if past.shape[TOKENS] else new) if step.detour else None,
-    )
+    if in_place and step.span.start == span.start:
+        return _Write(storage, None, new, temporary)
+    kept = storage[:, :, span.slots(min(step.span.start, span.end), span.end)]
+    if in_place:
+        # Reading and writing overlapping memory in one copy gives garbage, so a move within the storage takes a clone.
+        return _Write(storage, kept.clone(), new, temporary)
+    target = new.new_empty((*new.shape[:TOKENS], capacity, new.shape[-1]))
+    return _Write(target, kept, new, temporary)
 
 
 def _writable(storage: Tensor) -> bool:

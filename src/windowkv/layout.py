@@ -5,6 +5,7 @@ Reads attributes of a config object. Knows nothing of tensors, and does not impo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from windowkv.errors import ConfigError
@@ -64,7 +65,7 @@ class CacheLayout:
 
     layers: tuple[LayerSpec, ...]
 
-    @property
+    @cached_property
     def foreign(self) -> tuple[int, ...]:
         """Indices of the layers whose kind windowkv leaves to transformers."""
         return tuple(i for i, layer in enumerate(self.layers) if not layer.buffered and layer.kind != "shared")
