@@ -15,10 +15,12 @@ MAP = (ROOT / "docs" / "architecture.md").read_text()
 # A module imports only from rows above its own.
 ROWS = [
     {"errors", "window"},
-    {"layout", "attention"},
+    {"layout", "attention", "history", "cache_file"},
     {"memory", "buffers"},
     {"layers"},
+    {"snapshot"},
     {"cache", "attention_interface"},
+    {"continuation", "persist"},
     {"integration", "demo_model", "measurement"},
     {"model_source"},
     {"planner"},
@@ -32,7 +34,7 @@ MODULES = sorted(
     path.relative_to(SOURCE).with_suffix("").as_posix() for path in SOURCE.rglob("*.py") if path.stem != "__init__"
 )
 WITHOUT_TORCH = {"errors", "window", "layout", "memory"}
-WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {"buffers", "attention"}
+WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {"buffers", "attention", "history", "cache_file"}
 
 
 def imports(module: str) -> set[str]:

@@ -267,6 +267,29 @@ def test_generate_asks_a_terminal_for_an_option_rather_than_waiting_for_text(com
 # -- plan
 
 
+def test_a_saved_cache_is_continued_shown_and_refused(command: Command, model: str, tmp_path: Path) -> None:
+    file = tmp_path / "book.cache"
+    options = ["generate", "--model", model, "--max-new-tokens", "20"]
+    alone = command(*options, "--prompt", PROMPT + "and then")
+    saved = command(*options, "--prompt", PROMPT, "--save-cache", file)
+    assert (saved.code, f"saved: {file}" in saved.err) == (0, True)
+    loaded = command(*options, "--prompt", PROMPT + "and then", "--load-cache", file)
+    assert loaded.out == alone.out
+    assert f"{file}: {len(PROMPT)} of the prompt's tokens were there" in loaded.err.replace(",", "")
+    shown = command("cache", "show", file, "--verify", "--json")
+    info = json.loads(shown.out)
+    assert (info["tokens"], info["rollback"], info["dtypes"]) == (len(PROMPT) + 19, 64, ["float32"])
+    assert "can take back" in command("cache", "show", file).out
+    for arguments in (["cache", "show", tmp_path / "nowhere"], [*options, "--prompt", "x", "--load-cache", model]):
+        refused = command(*arguments)
+        assert (refused.code, refused.out, refused.err.count("\n")) == (1, "", 1)
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    refused = command(*options, "--prompt", PROMPT, "--load-cache", file)
+    assert (refused.code, refused.out, "damaged" in refused.err) == (1, "", True)
+    assert command(*options, "--prompt", PROMPT, "--save-cache", tmp_path / "no" / "file").code == 2
+
+
 def _saved(model: Any, like: str, folder: Path) -> str:
     """A folder with that model, and the tokenizer of another folder."""
     shutil.copytree(like, folder)

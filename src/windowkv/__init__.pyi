@@ -1,5 +1,6 @@
 from .cache import DynamicSlidingWindowCache as DynamicSlidingWindowCache
 from .errors import (
+    CacheFileError as CacheFileError,
     ConfigError as ConfigError,
     InputError as InputError,
     ModelSourceError as ModelSourceError,
@@ -10,4 +11,5 @@ from .errors import (
 )
 from .integration import disable as disable, enable as enable
 from .memory import LayerPlan as LayerPlan, Plan as Plan
+from .persist import load as load
 from .planner import max_tokens as max_tokens, plan as plan

@@ -3,6 +3,7 @@
 Knows tensors and positions. Knows nothing of models, configs, masks or transformers.
 """
 
+import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,7 +66,14 @@ class Buffer:
         self.span = Span()
         self.storages: tuple[Tensor, ...] = ()  # keys [B, H, capacity, D] and values [B, H, capacity, Dv], or nothing
         self.recording = Recording()
-        self._lent = False  # autograd may have saved a view of the storage
+        self._lent = False  # somebody else may read the storage: autograd, a fork, a file
+
+    @classmethod
+    def over(cls, retention: Retention, span: Span, storages: tuple[Tensor, ...]) -> "Buffer":
+        """A buffer of tokens that exist already, `[B, H, span.held, D]` each, which is never written to in place."""
+        buffer = cls(retention)
+        buffer.span, buffer.storages, buffer._lent = span, storages, True
+        return buffer
 
     @property
     def tail(self) -> tuple[Tensor, ...]:
@@ -125,6 +133,17 @@ class Buffer:
     def take_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was; rows is an integer tensor `[B']` that may repeat and leave out."""
         self.storages = tuple(storage.index_select(0, rows.to(storage.device)) for storage in self.storages)
+
+    def fork(self) -> "Buffer":
+        """An independent buffer with the same tokens: whichever appends first moves to storages of its own."""
+        self._lent = True
+        return copy.copy(self)
+
+    def kept(self) -> tuple[Span, tuple[Tensor, ...]]:
+        """The newest tokens, as many as must be kept, and views of their keys and values."""
+        newest = self.span.held if self.retention.kept is None else min(self.span.held, self.retention.kept)
+        span = Span(self.span.end - newest, self.span.end)
+        return span, tuple(storage[:, :, self.span.slots(span.start, span.end)] for storage in self.storages)
 
     def clear(self) -> None:
         """Forget every token and free the storage."""

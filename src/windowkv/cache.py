@@ -3,8 +3,11 @@
 Knows which operation touches which layers. Knows nothing of how one layer stores its tokens.
 """
 
+import copy
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from math import inf
 from operator import index
 from typing import Any
@@ -13,7 +16,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 
+from windowkv import cache_file, snapshot
 from windowkv.errors import ConfigError, InputError, OptionError, RollbackError
+from windowkv.history import TokenHistory
 from windowkv.layers import BufferedLayer
 from windowkv.layout import CacheLayout, read_layout
 from windowkv.window import Retention
@@ -41,6 +46,8 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         if not isinstance(rollback, int) or isinstance(rollback, bool) or rollback < 0:
             raise OptionError(f"rollback={rollback!r}: it is a number of tokens, an integer >= 0")
         self.layout = read_layout(config)
+        self.rollback = rollback
+        self.history: TokenHistory | None = None  # the ids seen, once it was used in generate of an enabled model
         # Not DynamicCache.__init__, which makes its own layers: that base is there for encoder-decoder caches to find.
         Cache.__init__(self, layers=_new_layers(config, self.layout, rollback))
 
@@ -89,6 +96,37 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
                 layer, "record_past", False
             ):  # transformers' recording layers drop what they recorded at crop(0)
                 layer.crop(-count)
+        if count and self.history is not None:
+            self.history.truncate(self.get_seq_length())
+
+    def reset(self) -> None:
+        """Forget every token and free the storage."""
+        super().reset()
+        if self.history is not None:
+            self.history = TokenHistory()
+
+    def fork(self) -> "DynamicSlidingWindowCache":
+        """An independent cache at the same point.
+
+        A layer's storage is shared until one of the two writes to it, which then takes a copy. Layers that are
+        transformers' own are copied now.
+        """
+        twin = copy.copy(self)
+        twin.layers = [
+            layer.fork() if isinstance(layer, BufferedLayer) else copy.deepcopy(layer) for layer in self.layers
+        ]
+        twin.history = None if self.history is None else self.history.fork()
+        return twin
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what the cache holds to a safetensors file, which `windowkv.load` reads.
+
+        Whatever happens, the file is then the old one or the new one, whole; of several writers at once, one's.
+        What lies in reach of `crop` beyond `rollback` is not written. Raises CacheFileError.
+        """
+        manifest, tensors = snapshot.take(self.layers, self.layout, self.history)
+        more = {"version": version("windowkv"), "rollback": self.rollback, "tokens": self.get_seq_length()}
+        cache_file.write(path, tensors, more | manifest)
 
     def activate_past_recording(self, *, drafts: bool = False) -> None:
         """Make drafts of any length possible to take back, at the cost of holding them besides, until they are.
@@ -102,17 +140,25 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was, integers `[B']`. Raises InputError for a row that is not there."""
-        super().reorder_cache(self._checked_rows(beam_idx))
+        rows = self._checked_rows(beam_idx)
+        super().reorder_cache(rows)
+        if self.history is not None:
+            self.history.take_rows(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only rows `indices`: integers `[B']`, or a mask `[B]`. Raises InputError for one that is not there."""
-        super().batch_select_indices(self._checked_rows(indices))
+        rows = self._checked_rows(indices)
+        super().batch_select_indices(rows)
+        if self.history is not None:
+            self.history.take_rows(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself. Raises InputError below 1."""
         if not isinstance(repeats, int) or repeats < 1:
             raise InputError(f"repeats={repeats!r}: every row can be repeated 1 time or more")
         super().batch_repeat_interleave(repeats)
+        if self.history is not None:
+            self.history.repeat_rows(repeats)
 
     def _checked_rows(self, selection: Any) -> Tensor:
         rows: Tensor = torch.as_tensor(selection)

@@ -30,3 +30,7 @@ class UnsupportedModelError(WindowKVError, TypeError):
 
 class ModelSourceError(WindowKVError, OSError):
     """A model that was named but cannot be found or read."""
+
+
+class CacheFileError(WindowKVError, OSError):
+    """A file that holds no cache, not the one asked for, or not whole any more; or a cache that cannot be written."""

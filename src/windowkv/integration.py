@@ -1,6 +1,7 @@
-"""enable and disable: which cache one model object's `generate` makes by default, and how that model attends.
+"""enable and disable: which cache one model object's `generate` makes and continues, and how that model attends.
 
-Knows the one seam in `generate` where a cache is made. Touches that model object, never a class or a global.
+Knows the seams in `generate`: where a cache is made, and where a prompt is fed. Touches that model object, never a
+class or a global.
 """
 
 import copy
@@ -13,20 +14,29 @@ from typing import Any, Literal, TypeVar
 import transformers
 from packaging.version import Version
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers.generation import GenerationMode
 
 from windowkv.attention_interface import base_name, fast_name
 from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache
+from windowkv.continuation import (
+    CACHE_NAMES,
+    after_forward,
+    align,
+    before_forward,
+    check_uninterrupted,
+    handed_cache,
+    start_anew,
+    start_recording,
+)
 from windowkv.errors import OptionError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT")
 
-_SEAM = "_prepare_cache_for_generation"
-_CACHE_NAMES = ("cache", "past_key_values")  # transformers renames the second to the first
-
-
+_MAKES_CACHE, _FEEDS_PROMPT = "_prepare_cache_for_generation", "_prefill"
 # Tokens of a prompt that are read in one forward. Of 512, 1,024 and 2,048, which differ by a tenth in time, the largest
 # that takes no more memory than transformers does with the chunk that is best for it (Gemma 3 270M, 8k and 16k tokens).
 PREFILL_CHUNK = 1024
@@ -63,6 +73,10 @@ def enable(
     own generation config names gives way, also where the same one is handed over. Wrappers (PEFT, torch.compile, models
     that generate by a language model inside) are looked through.
 
+    A `DynamicSlidingWindowCache` that is used in `generate` remembers the ids that it has seen. When a later prompt
+    differs from them, the cache goes back to where they agree, or starts anew where that is beyond `rollback`. Tokens
+    that a cache was fed by hand before are taken to agree.
+
     Args:
         model: a transformers model with `generate`.
         rollback: how far back from the furthest position reached a cache can always go, in tokens.
@@ -86,7 +100,8 @@ def enable(
             "%s only works with a cache class of its own, which generate goes on using", type(target).__name__
         )
     disable(target)
-    setattr(target, _SEAM, _CachePreparation(target, options))
+    setattr(target, _MAKES_CACHE, _CachePreparation(target, options, _recording_hooks(target)))
+    setattr(target, _FEEDS_PROMPT, _Prefill(target, options))
     if attention == "auto" and (fast := fast_name(target, layout)):
         _set_attention(target, fast)
     return model
@@ -95,7 +110,10 @@ def enable(
 def disable(model: ModelT) -> ModelT:
     """Undo `enable`: the object is as if it had never been enabled. Does nothing to a model that is not enabled."""
     target = _generating(model)
-    vars(target).pop(_SEAM, None)
+    if (preparation := vars(target).pop(_MAKES_CACHE, None)) is not None:
+        for hook in preparation.hooks:
+            hook.remove()
+    vars(target).pop(_FEEDS_PROMPT, None)
     _set_attention(target, base_name(_decoder_config(target)._attn_implementation))
     return model
 
@@ -128,7 +146,7 @@ def _generating(model: Any) -> Any:
             model = model.language_model
         else:
             break
-    if not callable(getattr(type(model), _SEAM, None)):
+    if not callable(getattr(type(model), _MAKES_CACHE, None)):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no generate of transformers: pass the model that generates text, such as "
             "AutoModelForCausalLM.from_pretrained(...), or pipeline.model"
@@ -142,21 +160,21 @@ def _delegates(model: Any) -> bool:
     return own and isinstance(getattr(model, "language_model", None), GenerationMixin)
 
 
-class _CachePreparation:
-    """What stands on an enabled model in place of its method of that name.
+class _Seam:
+    """What stands on an enabled model in place of one of its methods.
 
     Not a bound method and no subclass: it follows the model through deepcopy and pickle. It refers to the model weakly,
     so that an enabled model is freed as soon as nobody has it any more.
     """
 
-    def __init__(self, model: Any, options: GenerationOptions) -> None:
-        self.__setstate__((model, options))
+    def __init__(self, model: Any, options: GenerationOptions, hooks: tuple[RemovableHandle, ...] = ()) -> None:
+        self.__setstate__((model, options, hooks))
 
-    def __getstate__(self) -> tuple[Any, GenerationOptions]:
-        return self.model, self.options
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.model, self.options, self.hooks
 
-    def __setstate__(self, state: tuple[Any, GenerationOptions]) -> None:
-        self._model, self.options = weakref.ref(state[0]), state[1]
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._model, self.options, self.hooks = weakref.ref(state[0]), state[1], state[2]
 
     @property
     def model(self) -> Any:
@@ -165,28 +183,61 @@ class _CachePreparation:
             raise UnsupportedModelError("a shallow copy of an enabled model outlived it: enable the copy itself")
         return model
 
+
+class _CachePreparation(_Seam):
+    """Which cache generate uses, and that it remembers what it is fed."""
+
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Let transformers decide whether a cache is made, and put ours in the place of a new dynamic one."""
         model, options = self.model, self.options
-        prepare = partial(getattr(type(model), _SEAM), model)
-        handed = any(model_kwargs.get(name) is not None for name in _CACHE_NAMES)
-        if handed or generation_config.cache_implementation != model.generation_config.cache_implementation:
+        prepare = partial(getattr(type(model), _MAKES_CACHE), model)
+        handed = handed_cache(model_kwargs)
+        if handed is not None or generation_config.cache_implementation != model.generation_config.cache_implementation:
             prepare(generation_config, model_kwargs, *args, **kwargs)
         else:
             without_default = copy.copy(generation_config)
             without_default.cache_implementation = None
             prepare(without_default, model_kwargs, *args, **kwargs)
             _replace_caches(model_kwargs, options.new_cache(model.config), drafts=generation_config.is_assistant)
+        cache = handed_cache(model_kwargs)
+        if isinstance(cache, DynamicSlidingWindowCache) and not model.config.is_encoder_decoder:
+            start_recording(cache)
+            if GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values()):
+                start_anew(cache)
+
+
+class _Prefill(_Seam):
+    """How generate feeds a prompt: what of it the cache has not seen yet, in chunks."""
+
+    def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+        """Let transformers feed what is left of the prompt once the cache is brought back to where they agree."""
+        model, cache = self.model, handed_cache(model_kwargs)
+        if isinstance(cache, DynamicSlidingWindowCache) and not model.config.is_encoder_decoder:
+            mask = model_kwargs.get("attention_mask")
+            # As transformers has it: a mask of another length says that these are new tokens only.
+            width = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+            if model_kwargs.get("inputs_embeds") is not None or width != input_ids.shape[1]:
+                check_uninterrupted(cache)
+            else:
+                align(cache, input_ids, mask)
         # This is generate's own copy of the config, made for one call.
         if generation_config.prefill_chunk_size is None and _can_be_chunked(model, model_kwargs):
-            generation_config.prefill_chunk_size = options.prefill_chunk
+            generation_config.prefill_chunk_size = self.options.prefill_chunk
+        return getattr(type(model), _FEEDS_PROMPT)(model, input_ids, generation_config, model_kwargs, **kwargs)
+
+
+def _recording_hooks(model: Any) -> tuple[RemovableHandle, ...]:
+    return (
+        model.register_forward_pre_hook(before_forward, with_kwargs=True),
+        model.register_forward_hook(after_forward, with_kwargs=True),
+    )
 
 
 def _replace_caches(model_kwargs: dict[str, Any], ours: DynamicSlidingWindowCache, *, drafts: bool) -> None:
     """Ours in the place of a plain dynamic cache; transformers' own of any other kind."""
     if drafts:
         ours.activate_past_recording(drafts=True)
-    for name in _CACHE_NAMES:
+    for name in CACHE_NAMES:
         cache: Any = model_kwargs.get(name)
         if type(cache) is EncoderDecoderCache and type(cache.self_attention_cache) is DynamicCache:
             cache.self_attention_cache = ours
@@ -195,7 +246,7 @@ def _replace_caches(model_kwargs: dict[str, Any], ours: DynamicSlidingWindowCach
 
 
 def _can_be_chunked(model: Any, model_kwargs: dict[str, Any]) -> bool:
-    cache = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
+    cache = handed_cache(model_kwargs)
     if not isinstance(cache, DynamicSlidingWindowCache) or model.config.is_encoder_decoder:
         return False
     if cache.layout.foreign:  # several models compute something else when tokens come on top of a recurrent state

@@ -3,6 +3,7 @@
 Translates names and signs. Knows nothing of how tokens are stored, and does no arithmetic of its own.
 """
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +64,12 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         A view, valid until the next update.
         """
         return self.buffer.tail[1] if self.buffer.storages else None
+
+    def fork(self) -> "BufferedLayer":
+        """An independent layer with the same tokens; see `Buffer.fork`."""
+        twin = copy.copy(self)
+        twin.buffer = self.buffer.fork()
+        return twin
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Fix batch, heads, dtype and device by tensors `[B, H, 0, D]`."""

@@ -39,6 +39,8 @@ _WITH_MODEL = ("windowkv.comparison", "windowkv.model_source", "transformers.mod
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+cache_app = typer.Typer(no_args_is_help=True, help="Saved caches.")
+app.add_typer(cache_app, name="cache")
 
 
 class DType(StrEnum):
@@ -54,6 +56,14 @@ def _picture_path(path: Path) -> Path:
         raise typer.BadParameter(f"{path} does not end in {', '.join(FORMATS)}")
     if not path.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+def _new_file(path: Path | None) -> Path | None:
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder")
     return path
 
 
@@ -75,6 +85,7 @@ Budget = Annotated[
     int | None, typer.Option(parser=_byte_count, metavar="BYTES", help="Tell how many tokens fit in this, say 2GiB.")
 ]
 Rollback = Annotated[int, typer.Option(min=0, help="Tokens that the cache can always take back.")]
+CacheFile = Annotated[Path, typer.Argument(help="A file that --save-cache or cache.save wrote.")]
 Precision = Annotated[DType, typer.Option(help="Number format of the weights and the cache.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
@@ -131,29 +142,70 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="Text to continue; without one, stdin is read.")] = None,
     prompt_file: PromptFile = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 200,
-    rollback: Rollback = 64,
+    rollback: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens that the cache can always take back: 64, or all new ones where it is saved."),
+    ] = None,
     dtype: Precision = DType.FLOAT32,
+    load_cache: Annotated[
+        Path | None, typer.Option(help="A saved cache: what the text shares with it is not computed again.")
+    ] = None,
+    save_cache: Annotated[
+        Path | None, typer.Option(callback=_new_file, help="Where the cache goes, prompt and continuation.")
+    ] = None,
 ) -> None:
     """Continue a text, as the model's own generation settings say, in a cache that stays within its bound."""
     source = _prompt(prompt, prompt_file)
     import_slowly(*_WITH_MODEL)
+    from transformers import TextStreamer
+
+    from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache
+    from windowkv.integration import enable
+    from windowkv.persist import load as load_file
+
     with progress() as show:
         show(f"loading {model}", 0, 0)
         network, tokenizer = load(model, dtype)
-    from transformers import TextStreamer
-
-    from windowkv.integration import enable
-
-    ids = encode(tokenizer, source)
+        ids = encode(tokenizer, source)
+        # A saved cache is to serve another continuation of the same prompt too.
+        room = rollback if rollback is not None else max(ROLLBACK, max_new_tokens if save_cache else 0)
+        loaded = load_file(load_cache, network.config, dtype=network.dtype) if load_cache else None
+    shared = loaded.history.common_prefix(ids) if loaded is not None and loaded.history is not None else None
     with _enough_positions(network, ids.shape[1] + max_new_tokens):
-        output = enable(network, rollback=rollback).generate(
+        output = enable(network, rollback=room).generate(
             ids,
             attention_mask=ids.new_ones(ids.shape),
             max_new_tokens=max_new_tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             return_dict_in_generate=True,
+            **({} if loaded is None else {"past_key_values": loaded}),
         )
     say(reports.generation_sentence(network, output, prompt_tokens=ids.shape[1]))
+    if load_cache:
+        say(f"{load_cache}: {'no ids' if shared is None else f'{shared:,}'} of the prompt's tokens were there")
+    if save_cache:
+        cache = next((value for value in output.values() if isinstance(value, DynamicSlidingWindowCache)), None)
+        if cache is None:
+            raise OptionError("--save-cache: this model keeps no cache that windowkv could save")
+        cache.save(save_cache)
+        say(f"saved: {save_cache}, {reports.size(save_cache.stat().st_size)}")
+
+
+@cache_app.command("show")
+def show_cache(
+    file: CacheFile,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of it, and check every byte.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what a saved cache holds, without loading it."""
+    import_slowly("windowkv.persist")
+    from windowkv.persist import describe
+
+    info = describe(file, verify=verify)
+    if as_json:
+        print_json({"file": str(file)} | reports.cache_file_report(info))
+    else:
+        print_table(reports.cache_file_table(info, title=str(file)))
 
 
 @app.command()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from windowkv.benchmark import Result, Scenario
     from windowkv.comparison import Comparison
     from windowkv.memory import Plan
+    from windowkv.persist import CacheFileInfo
 
 _UNITS = (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1), ("KiB", 1 << 10, 1))  # name, bytes, digits behind the point
 
@@ -177,6 +178,24 @@ def generation_sentence(network: Any, output: Any, *, prompt_tokens: int) -> str
         return f"{counts}; {size(held)} of states held, which do not grow"
     whole = plan(network.config, tokens=cache.get_seq_length(), dtype=network.dtype).baseline_bytes
     return f"{counts}; {size(held)} of keys and values held, {size(whole)} if none were dropped ({_ratio(whole, held)})"
+
+
+def cache_file_report(info: "CacheFileInfo") -> dict[str, Any]:
+    """What a file holds, for JSON."""
+    return asdict(info)
+
+
+def cache_file_table(info: "CacheFileInfo", *, title: str) -> Table:
+    """What a file holds, for a reader."""
+    table = _table(title, "", "")
+    windows = f", windows {', '.join(f'{window:,}' for window in info.windows)}" if info.windows else ""
+    table.add_row("tokens seen", f"{info.tokens:,}")
+    table.add_row("layers", ", ".join(f"{count} {kind}" for kind, count in info.kinds.items()) + windows)
+    table.add_row("keys and values", f"{size(info.tensor_bytes)}, {' and '.join(info.dtypes) or 'none'}")
+    table.add_row("can take back", f"{info.rollback:,} tokens")
+    table.add_row("digest of the ids", info.ids_sha256 or "ids not known")
+    table.add_row("written by", f"windowkv {info.version}, format {info.format}")
+    return table
 
 
 def _table(title: str, first: str, *others: str) -> Table:

@@ -1,0 +1,146 @@
+"""The layers of a cache as named tensors and a manifest, and back.
+
+Knows which tensors a layer consists of. Knows nothing of files.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windowkv.buffers import Buffer
+from windowkv.errors import CacheFileError
+from windowkv.history import TokenHistory
+from windowkv.layers import BufferedLayer
+from windowkv.layout import CacheLayout, LayerSpec
+from windowkv.window import Span, tail_length
+
+_IDS = "tokens"
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def take(
+    layers: Sequence[Any], layout: CacheLayout, history: TokenHistory | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A manifest, of which all can be written as JSON, and tensors by name; views where that is possible."""
+    manifest: dict[str, Any] = {"layout": [asdict(spec) for spec in layout.layers], "layers": []}
+    tensors: dict[str, Tensor] = {}
+    for i, layer in enumerate(layers):
+        entry, named = _buffered(layer) if isinstance(layer, BufferedLayer) else _foreign(layer)
+        manifest["layers"].append(entry)
+        tensors |= {f"{i}.{name}": tensor for name, tensor in named.items()}
+    manifest["dtypes"] = sorted({_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()})
+    if history is not None and not history.interrupted:
+        tensors[_IDS] = history.tokens
+        manifest["ids_sha256"] = sha256(history.tokens.cpu().contiguous().numpy().tobytes()).hexdigest()
+    return manifest, tensors
+
+
+def restore(
+    layers: Sequence[Any], layout: CacheLayout, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Fill new layers with what `take` gave. Raises CacheFileError when it does not fit them."""
+    entries = manifest.get("layers")
+    if not isinstance(entries, list) or len(entries) != len(layers):
+        raise CacheFileError(f"it holds {len(entries or [])} layers, and the model has {len(layers)}")
+    for i, (layer, spec, entry) in enumerate(zip(layers, layout.layers, entries, strict=True)):
+        named = {name.removeprefix(f"{i}."): tensor for name, tensor in tensors.items() if name.startswith(f"{i}.")}
+        try:
+            if isinstance(layer, BufferedLayer):
+                _restore_buffered(layer, spec, entry, named)
+            else:
+                _restore_foreign(layer, entry, named)
+        except (KeyError, TypeError, ValueError, AttributeError) as wrong:
+            raise CacheFileError(f"its layer {i} cannot be one of {spec}: {wrong}") from wrong
+
+
+def restore_history(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], seen: int) -> TokenHistory | None:
+    """The ids that were saved; None where none were."""
+    tokens = tensors.get(_IDS)
+    if tokens is None:
+        return None
+    if tokens.ndim != 2 or tokens.dtype != torch.int32 or tokens.shape[1] > seen:
+        raise CacheFileError(f"ids {tokens.dtype} {list(tokens.shape)} for {seen} tokens")
+    return TokenHistory(tokens.clone())
+
+
+def _buffered(layer: BufferedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    span, states = layer.buffer.kept()
+    return {"start": span.start, "end": span.end}, dict(zip(("keys", "values"), states, strict=False))
+
+
+def _restore_buffered(
+    layer: BufferedLayer, spec: LayerSpec, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    span, retention = Span(entry["start"], entry["end"]), layer.buffer.retention
+    if not 0 <= span.start <= span.end or span.held < tail_length(span.end, retention.window):
+        raise ValueError(f"positions {span.start} to {span.end} with a window of {retention.window}")
+    if not tensors and not span.end:
+        return
+    states = (tensors["keys"], tensors["values"])
+    for state, dim in zip(states, (spec.head_dim, spec.value_head_dim), strict=True):
+        if state.shape != (states[0].shape[0], spec.kv_heads, span.held, dim):
+            raise ValueError(f"a tensor {list(state.shape)} for positions {span.start} to {span.end}")
+    layer.buffer = Buffer.over(retention, span, states)
+
+
+def _foreign(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """transformers' own layers: their attributes, which are plain values, tensors, or such by number."""
+    plain: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif isinstance(value, torch.dtype):
+            plain[name] = {"dtype": _name(value)}
+        elif isinstance(value, torch.device):
+            plain[name] = {"device": None}
+        elif isinstance(value, dict) and all(isinstance(v, (Tensor, *_PLAIN)) for v in value.values()):
+            tensors |= {f"{name}.{key}": v for key, v in value.items() if isinstance(v, Tensor)}
+            plain[name] = {"items": [[key, v] for key, v in value.items() if not isinstance(v, Tensor)]}
+        elif isinstance(value, _PLAIN) or (
+            isinstance(value, (list, tuple)) and all(isinstance(v, _PLAIN) for v in value)
+        ):
+            plain[name] = value
+        else:
+            raise CacheFileError(f"a {type(layer).__name__} holds a {type(value).__name__}, which cannot be saved")
+    return {"class": type(layer).__name__, "attributes": plain}, tensors
+
+
+def _restore_foreign(layer: Any, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    if entry["class"] != type(layer).__name__:
+        raise ValueError(f"a {entry['class']} in place of a {type(layer).__name__}")
+    values: dict[str, Any] = {}
+    for name, value in entry["attributes"].items():
+        if not isinstance(value, dict):
+            values[name] = value
+        elif "dtype" in value:
+            values[name] = next(iter(tensors.values())).dtype if tensors else _dtype(value["dtype"])
+        elif "device" in value:
+            values[name] = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+        else:
+            values[name] = dict(value["items"])
+    for name, tensor in tensors.items():
+        attribute, _, key = name.partition(".")
+        if key:
+            values.setdefault(attribute, {})[int(key)] = tensor.clone()
+        else:
+            values[attribute] = tensor.clone()
+    for name, value in values.items():
+        if callable(getattr(type(layer), name, None)):
+            raise ValueError(f"{name} is no attribute")
+        setattr(layer, name, value)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype

@@ -1,0 +1,300 @@
+"""generate on a cache that has seen another text: back to where they agree, or anew; never a wrong token."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import windowkv
+from tiny import (
+    ARCHITECTURES,
+    MODELS,
+    STATEFUL,
+    WINDOW,
+    cache_argument,
+    fed,
+    generated,
+    left_padded,
+    shared_model,
+    tokens,
+    uncached,
+)
+from windowkv import DynamicSlidingWindowCache, InputError
+
+
+def enabled(name: str, **options: Any) -> Any:
+    return windowkv.enable((MODELS | STATEFUL)[name](), **options)
+
+
+def used(model: Any, ids: Tensor, new: int = 10, *, mask: Tensor | None = None, **options: Any) -> Any:
+    """A cache that generate has filled with a text and its continuation."""
+    cache = DynamicSlidingWindowCache(model.config, **options)
+    generated(model, ids, new, mask, **cache_argument(model, cache))
+    return cache
+
+
+def changed(ids: Tensor, at: int) -> Tensor:
+    """The same ids but for one."""
+    other = ids.clone()
+    other[0, at] = 3 + (other[0, at] - 2) % 100
+    return other
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[list[int]]:
+    """How many tokens go through the model, forward by forward."""
+    widths: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        yield widths
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("rollback", [0, 64])
+@pytest.mark.parametrize("at", [0, 9, 28, 29])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *STATEFUL])
+def test_an_edited_history(name: str, at: int, rollback: int) -> None:
+    model, ids = enabled(name), tokens(1, 30)
+    cache = used(model, ids, rollback=rollback)
+    other = changed(ids, at)
+    expected = uncached(model, other, 20)
+    assert torch.equal(generated(model, other, 20, **cache_argument(model, cache)), expected)
+    # And again on what that left, from which nothing has been taken for granted.
+    assert torch.equal(generated(model, ids, 20, **cache_argument(model, cache)), uncached(model, ids, 20))
+
+
+@pytest.mark.parametrize("length", [1, 2, WINDOW, 29])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_fewer_tokens_than_the_cache_has_seen(name: str, length: int) -> None:
+    model, ids = enabled(name), tokens(1, 30)
+    cache = used(model, ids)
+    assert torch.equal(
+        generated(model, ids[:, :length], 20, **cache_argument(model, cache)), uncached(model, ids[:, :length], 20)
+    )
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4-chunk8"])
+def test_only_what_follows_the_common_prefix_is_computed(name: str) -> None:
+    model, ids = enabled(name), tokens(1, 40)
+    cache = used(model, ids, new=1)
+    other = torch.cat((ids[:, :36], tokens(1, 4, seed=5)), dim=1)
+    with counted(model) as widths:
+        reply = generated(model, other, 5, **cache_argument(model, cache))
+    assert widths == [4, 1, 1, 1, 1]
+    assert torch.equal(reply, uncached(model, other, 5))
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4-chunk8"])
+def test_the_same_prompt_again_leaves_one_token_to_run(name: str) -> None:
+    model, ids = enabled(name), tokens(1, 20)
+    cache = used(model, ids, new=10)
+    with counted(model) as widths:
+        reply = generated(model, ids, 10, **cache_argument(model, cache))
+    assert widths[0] == 1
+    assert torch.equal(reply, uncached(model, ids, 10))
+
+
+def test_a_growing_chat_computes_new_tokens_only() -> None:
+    model, history = enabled("gemma3"), tokens(1, 25)
+    cache = DynamicSlidingWindowCache(model.config)
+    for turn in range(5):
+        with counted(model) as widths:
+            reply = generated(model, history, 6, **cache_argument(model, cache))
+        assert sum(widths) == (25 if not turn else 1 + 4) + 5
+        assert torch.equal(reply, uncached(shared_model("gemma3"), history, 6))
+        history = torch.cat((history, reply, tokens(1, 4, seed=turn)), dim=1)
+
+
+def test_what_is_out_of_reach_is_computed_anew_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = enabled("mistral"), tokens(1, 200)
+    cache = used(model, ids)
+    other = changed(ids, 9)
+    with caplog.at_level(logging.INFO, logger="windowkv"), counted(model) as widths:
+        reply = generated(model, other, 5, **cache_argument(model, cache))
+    assert widths[0] == 200
+    assert torch.equal(reply, uncached(shared_model("mistral"), other, 5))
+    assert "differs from this cache's after 9 of its 209 tokens, and is computed anew" in caplog.text
+
+
+def test_going_back_is_said_too(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = enabled("mistral"), tokens(1, 30)
+    cache = used(model, ids)
+    with caplog.at_level(logging.INFO, logger="windowkv"):
+        generated(model, changed(ids, 25), 5, **cache_argument(model, cache))
+    assert "after 25 of its 39 tokens, and goes on there" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3n", "llama4-chunk8"])
+def test_rows_go_back_to_where_the_first_of_them_differs(name: str) -> None:
+    model, ids = enabled(name), tokens(3, 30)
+    cache = used(model, ids)
+    other = ids.clone()
+    other[1, 20:] = tokens(1, 10, seed=4)
+    assert torch.equal(generated(model, other, 10, **cache_argument(model, cache)), uncached(model, other, 10))
+
+
+def test_another_padding_of_the_same_ids_is_another_text() -> None:
+    model = enabled("mistral")
+    ids, mask = left_padded([tokens(1, 20)[0], tokens(1, 12, seed=1)[0]])
+    cache = used(model, ids, mask=mask)
+    other = mask.clone()
+    other[1, 10] = 0
+    for new_mask in (mask, other, torch.ones_like(mask)):
+        expected = uncached(shared_model("mistral"), ids, 10, new_mask)
+        assert torch.equal(generated(model, ids, 10, new_mask, **cache_argument(model, cache)), expected)
+
+
+@pytest.mark.parametrize("chunk", [7, 100])
+def test_prompts_in_chunks(chunk: int) -> None:
+    model, ids = enabled("gemma3", prefill_chunk=chunk), tokens(1, 50)
+    cache = used(model, ids)
+    for at in (45, 3):
+        other = changed(ids, at)
+        expected = uncached(shared_model("gemma3"), other, 10)
+        assert torch.equal(generated(model, other, 10, **cache_argument(model, cache)), expected)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
+def test_beams(options: dict[str, Any]) -> None:
+    model, ids = enabled("gemma3"), tokens(1, 30)
+    cache = DynamicSlidingWindowCache(model.config)
+    for text in (ids, changed(ids, 25), changed(ids, 2)):
+        expected = generated(shared_model("gemma3"), text, 10, use_cache=False, **options)
+        assert torch.equal(generated(model, text, 10, **options, **cache_argument(model, cache)), expected)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_assisted_decoding_on_a_cache_that_has_seen_something(name: str) -> None:
+    model, ids = enabled(name), tokens(1, 30)
+    cache = used(model, ids)
+    for text in (changed(ids, 25), torch.cat((ids, tokens(1, 5, seed=3)), dim=1)):
+        expected = uncached(shared_model(name), text, 20)
+        reply = generated(model, text, 20, prompt_lookup_num_tokens=3, **cache_argument(model, cache))
+        assert torch.equal(reply, expected)
+    for text in (ids, changed(ids, 3)):
+        expected = uncached(shared_model(name), text, 20)
+        assert torch.equal(generated(model, text, 20, **cache_argument(model, cache)), expected)
+
+
+def test_a_cache_that_was_fed_by_hand_continues_as_it_did() -> None:
+    model, ids = enabled("mistral"), tokens(1, 30)
+    cache = DynamicSlidingWindowCache(model.config)
+    fed(model, cache, ids, 30)
+    assert cache.history is None
+    placeholders = torch.cat((torch.full((1, 30), 5), tokens(1, 4, seed=2)), dim=1)
+    whole = torch.cat((ids, tokens(1, 4, seed=2)), dim=1)
+    reply = generated(model, placeholders, 10, **cache_argument(model, cache))
+    assert torch.equal(reply, uncached(shared_model("mistral"), whole, 10))
+
+
+def test_new_tokens_alone_continue_as_they_did() -> None:
+    model, ids = enabled("mistral"), tokens(1, 30)
+    cache = used(model, ids, new=1)
+    new = tokens(1, 4, seed=2)
+    reply = generated(model, new, 10, torch.ones(1, 34, dtype=torch.long), **cache_argument(model, cache))
+    expected = uncached(shared_model("mistral"), torch.cat((ids, new), dim=1), 10)
+    assert torch.equal(reply, expected)
+    whole = torch.cat((ids, new, reply, tokens(1, 3)), dim=1)
+    expected = uncached(shared_model("mistral"), whole, 10)
+    assert torch.equal(generated(model, whole, 10, **cache_argument(model, cache)), expected)
+
+
+def test_forwards_by_hand_in_between_are_remembered_too() -> None:
+    model, ids = enabled("mistral"), tokens(1, 30)
+    cache = used(model, ids, new=1)
+    fed(model, cache, tokens(1, 5, seed=8), 5)
+    text = torch.cat((ids, tokens(1, 9, seed=9)), dim=1)
+    expected = uncached(shared_model("mistral"), text, 10)
+    assert torch.equal(generated(model, text, 10, **cache_argument(model, cache)), expected)
+
+
+class Stop(Exception):
+    pass
+
+
+def failing(*_: Any) -> None:
+    raise Stop
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_forward_that_broke_off_in_the_middle_is_computed_anew(first: bool, layer: int) -> None:
+    model, ids = enabled("gemma3"), tokens(1, 30)
+    cache = DynamicSlidingWindowCache(model.config) if first else used(model, ids)
+    hook = model.model.layers[layer].register_forward_hook(failing)
+    with pytest.raises(Stop):
+        generated(model, ids, 5, **cache_argument(model, cache))
+    hook.remove()
+    with pytest.raises(InputError, match="did not end"):
+        generated(model, tokens(1, 2), 5, torch.ones(1, 42, dtype=torch.long), **cache_argument(model, cache))
+    expected = uncached(shared_model("gemma3"), ids, 10)
+    assert torch.equal(generated(model, ids, 10, **cache_argument(model, cache)), expected)
+
+
+def test_a_generation_that_was_broken_off_between_tokens_goes_on() -> None:
+    model, ids = enabled("gemma3"), tokens(1, 30)
+    cache = DynamicSlidingWindowCache(model.config)
+    seen: list[Tensor] = []
+
+    def stop(all_ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(all_ids)
+        if len(seen) == 4:
+            raise Stop
+        return scores
+
+    with pytest.raises(Stop):
+        generated(model, ids, 10, logits_processor=[stop], **cache_argument(model, cache))
+    with counted(model) as widths:
+        reply = generated(model, ids, 10, **cache_argument(model, cache))
+    assert widths[0] == 1
+    assert torch.equal(reply, uncached(shared_model("gemma3"), ids, 10))
+
+
+def test_embeddings_are_not_mistaken_for_ids() -> None:
+    model = enabled("mistral")
+    cache = DynamicSlidingWindowCache(model.config)
+    embeds = model.get_input_embeddings()(tokens(1, 30, seed=4)).detach()
+    model.generate(inputs_embeds=embeds, max_new_tokens=3, **cache_argument(model, cache))
+    assert cache.history is not None
+    assert (cache.history.tokens[:, :30] == -2).all()
+
+
+def test_masks_that_are_no_padding_are_not_mistaken_for_it() -> None:
+    model, ids = enabled("mistral"), tokens(1, 30)
+    cache = used(model, ids, new=1)
+    causal = torch.zeros(1, 1, 4, WINDOW - 1 + 4).masked_fill(
+        torch.ones(4, WINDOW - 1 + 4).triu(WINDOW).bool() | torch.ones(4, WINDOW - 1 + 4).tril(-1).bool(), -1e9
+    )
+    with torch.no_grad():
+        model(tokens(1, 4), attention_mask=causal, **cache_argument(model, cache))
+    assert cache.history.tokens[0, 30:].tolist() == [-2] * 4
+
+
+def test_disabled_models_remember_nothing() -> None:
+    model, ids = windowkv.disable(enabled("mistral")), tokens(1, 30)
+    assert used(model, ids).history is None
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 1, 0], [1]])
+def test_rows_are_remembered_through_selections(order: list[int]) -> None:
+    model, ids = enabled("mistral"), tokens(2, 30)
+    cache = used(model, ids, new=1)
+    cache.batch_select_indices(torch.tensor(order))
+    text = torch.cat((ids[order], tokens(len(order), 3, seed=6)), dim=1)
+    with counted(model) as widths:
+        reply = generated(model, text, 5, **cache_argument(model, cache))
+    assert widths[0] == 3
+    assert torch.equal(reply, uncached(shared_model("mistral"), text, 5))
+    assert torch.equal(
+        generated(model, ids[:1].expand(len(order), -1), 5, **cache_argument(model, cache)),
+        uncached(shared_model("mistral"), ids[:1], 5).expand(len(order), -1),
+    )
