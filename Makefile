@@ -10,7 +10,7 @@ demo: $(INSTALLED)
 	$(BIN)/windowkv demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

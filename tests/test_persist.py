@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 
 import windowkv
@@ -217,3 +218,17 @@ def test_rows_and_beams_are_saved_as_they_are(path: Path) -> None:
     loaded = windowkv.load(path, model.config)
     more = tokens(3, 4, seed=5)
     assert torch.equal(fed(model, loaded, more), fed(model, cache, more))
+
+
+def test_a_cache_of_states_alone_is_saved_too(path: Path) -> None:
+    sizes = {"vocab_size": 128, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "initializer_range": 0.15}
+    torch.manual_seed(0)
+    model = hf.MambaForCausalLM(hf.MambaConfig(**sizes, pad_token_id=0)).eval()
+    cache = DynamicSlidingWindowCache(model.config)
+    fed(model, cache, tokens(1, 12), 12)
+    cache.save(path)
+    loaded, fork = windowkv.load(path, model.config), cache.fork()
+    expected = fed(model, cache, tokens(1, 5, seed=1))
+    assert torch.equal(fed(model, loaded, tokens(1, 5, seed=1)), expected)
+    assert torch.equal(fed(model, fork, tokens(1, 5, seed=1)), expected)
+    assert describe(path).tokens is None

@@ -125,7 +125,8 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         What lies in reach of `crop` beyond `rollback` is not written. Raises CacheFileError.
         """
         manifest, tensors = snapshot.take(self.layers, self.layout, self.history)
-        more = {"version": version("windowkv"), "rollback": self.rollback, "tokens": self.get_seq_length()}
+        seen = None if all(self.is_linear) else self.get_seq_length()
+        more = {"version": version("windowkv"), "rollback": self.rollback, "tokens": seen}
         cache_file.write(path, tensors, more | manifest)
 
     def activate_past_recording(self, *, drafts: bool = False) -> None:

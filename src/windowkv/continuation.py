@@ -3,6 +3,7 @@
 Knows a model's forward and generate's first one. Knows nothing of how a model comes by them.
 """
 
+import inspect
 import logging
 from typing import Any
 
@@ -25,9 +26,17 @@ def handed_cache(kwargs: dict[str, Any]) -> Any:
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 
+def cache_name(model: Any) -> str:
+    """What a model calls the cache that it is handed."""
+    return next(name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters)
+
+
 def start_recording(cache: DynamicSlidingWindowCache) -> None:
-    """Let a cache remember the ids that it is fed from now on."""
-    if cache.history is None:
+    """Let a cache remember the ids that it is fed from now on.
+
+    Without an attention layer a cache counts no tokens, and transformers feeds every prompt on top of it.
+    """
+    if cache.history is None and not all(cache.is_linear):
         cache.history = TokenHistory()
         cache.history.append_unknown(cache.get_seq_length())
 
@@ -58,12 +67,15 @@ def align(cache: DynamicSlidingWindowCache, ids: Tensor, mask: Tensor | None) ->
 
     Where that is out of reach, the cache is emptied, and the text will be computed anew.
     """
-    history, seen = cache.history, cache.get_seq_length()
-    if history is None or not (seen or history.interrupted):
+    history = cache.history
+    if history is None:
         return
+    seen = cache.get_seq_length()
     if history.interrupted:
         logger.warning("a forward into this cache did not end: its %d tokens are computed again", ids.shape[1])
         cache.reset()
+        return
+    if not seen:
         return
     history.append_unknown(seen - len(history))
     if history.rows not in (1, len(ids)):
@@ -85,7 +97,7 @@ def align(cache: DynamicSlidingWindowCache, ids: Tensor, mask: Tensor | None) ->
 
 def start_anew(cache: DynamicSlidingWindowCache) -> None:
     """Empty a cache for assisted decoding, which in transformers feeds the whole prompt on top of what is there."""
-    if cache.get_seq_length() or (cache.history is not None and cache.history.interrupted):
+    if cache.history is not None and (cache.get_seq_length() or cache.history.interrupted):
         logger.warning("assisted decoding feeds the whole prompt: the %d tokens held go", cache.get_seq_length())
         cache.reset()
 

@@ -5,7 +5,6 @@ Knows `generate`, clocks and the counters of the process. Knows nothing of what 
 
 import ctypes
 import gc
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import Cache, LogitsProcessor
 
 from windowkv.cache import storage_nbytes
+from windowkv.continuation import cache_name
 
 Points = tuple[tuple[int, int], ...]  # (tokens seen, bytes held)
 
@@ -111,7 +111,6 @@ def _generate(
 ) -> Tensor:
     """Greedy `[B, n + new_tokens]`; ends for no token, so that every run has as many steps to time."""
     # transformers renames the argument between the releases that are supported.
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     output: Tensor = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -121,7 +120,7 @@ def _generate(
         num_beams=1,
         logits_processor=[recorder],
         prefill_chunk_size=prefill_chunk,
-        **{name: cache},
+        **{cache_name(model): cache},
     )
     return output
 

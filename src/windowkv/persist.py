@@ -23,7 +23,7 @@ class CacheFileInfo:
 
     format: int
     version: str  # of the windowkv that wrote it
-    tokens: int  # seen
+    tokens: int | None  # seen; None where no layer counts them
     rollback: int
     dtypes: tuple[str, ...]
     kinds: Mapping[str, int]  # how many layers there are of each kind

@@ -57,12 +57,14 @@ def restore(
             raise CacheFileError(f"its layer {i} cannot be one of {spec}: {wrong}") from wrong
 
 
-def restore_history(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], seen: int) -> TokenHistory | None:
+def restore_history(
+    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], seen: int | None
+) -> TokenHistory | None:
     """The ids that were saved; None where none were."""
     tokens = tensors.get(_IDS)
     if tokens is None:
         return None
-    if tokens.ndim != 2 or tokens.dtype != torch.int32 or tokens.shape[1] > seen:
+    if tokens.ndim != 2 or tokens.dtype != torch.int32 or tokens.shape[1] > (seen or 0):
         raise CacheFileError(f"ids {tokens.dtype} {list(tokens.shape)} for {seen} tokens")
     return TokenHistory(tokens.clone())
 

@@ -160,6 +160,7 @@ def generate(
     from transformers import TextStreamer
 
     from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache
+    from windowkv.continuation import cache_name
     from windowkv.integration import enable
     from windowkv.persist import load as load_file
 
@@ -178,7 +179,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             return_dict_in_generate=True,
-            **({} if loaded is None else {"past_key_values": loaded}),
+            **({} if loaded is None else {cache_name(network): loaded}),
         )
     say(reports.generation_sentence(network, output, prompt_tokens=ids.shape[1]))
     if load_cache:

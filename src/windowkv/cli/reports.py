@@ -189,7 +189,7 @@ def cache_file_table(info: "CacheFileInfo", *, title: str) -> Table:
     """What a file holds, for a reader."""
     table = _table(title, "", "")
     windows = f", windows {', '.join(f'{window:,}' for window in info.windows)}" if info.windows else ""
-    table.add_row("tokens seen", f"{info.tokens:,}")
+    table.add_row("tokens seen", "not counted" if info.tokens is None else f"{info.tokens:,}")
     table.add_row("layers", ", ".join(f"{count} {kind}" for kind, count in info.kinds.items()) + windows)
     table.add_row("keys and values", f"{size(info.tensor_bytes)}, {' and '.join(info.dtypes) or 'none'}")
     table.add_row("can take back", f"{info.rollback:,} tokens")
