@@ -15,12 +15,14 @@ MAP = (ROOT / "docs" / "architecture.md").read_text()
 # A module imports only from rows above its own.
 ROWS = [
     {"errors", "window"},
-    {"layout", "attention", "history", "cache_file"},
+    {"layout", "attention", "history", "cache_file", "prefix/tree", "prefix/fingerprint"},
     {"memory", "buffers"},
     {"layers"},
     {"snapshot"},
     {"cache", "attention_interface"},
-    {"continuation", "persist"},
+    {"continuation", "persist", "prefix/parts"},
+    {"prefix/store"},
+    {"prefix/prompt"},
     {"integration", "demo_model", "measurement"},
     {"model_source"},
     {"planner"},

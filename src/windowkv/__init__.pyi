@@ -13,3 +13,4 @@ from .integration import disable as disable, enable as enable
 from .memory import LayerPlan as LayerPlan, Plan as Plan
 from .persist import load as load
 from .planner import max_tokens as max_tokens, plan as plan
+from .prefix.store import PrefixStore as PrefixStore

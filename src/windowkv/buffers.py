@@ -64,7 +64,8 @@ class Buffer:
         """Hold nothing yet: batch, heads, dtype and device are those of the first append."""
         self.retention = retention
         self.span = Span()
-        self.storages: tuple[Tensor, ...] = ()  # keys [B, H, capacity, D] and values [B, H, capacity, Dv], or nothing
+        self._storages: tuple[Tensor, ...] = ()
+        self._pieces: tuple[tuple[Tensor, ...], ...] = ()  # what they are to be joined from, once they are asked for
         self.recording = Recording()
         self._lent = False  # somebody else may read the storage: autograd, a fork, a file
 
@@ -74,6 +75,31 @@ class Buffer:
         buffer = cls(retention)
         buffer.span, buffer.storages, buffer._lent = span, storages, True
         return buffer
+
+    @classmethod
+    def in_pieces(cls, retention: Retention, span: Span, pieces: tuple[tuple[Tensor, ...], ...]) -> "Buffer":
+        """As `over`, of keys and of values that lie in several tensors each, one after the other."""
+        buffer = cls(retention)
+        buffer.span, buffer._pieces = span, pieces
+        return buffer
+
+    @property
+    def storages(self) -> tuple[Tensor, ...]:
+        """Keys `[B, H, capacity, D]` and values `[B, H, capacity, Dv]`, or nothing."""
+        if self._pieces:
+            capacity = self.retention.capacity(self.span.end)
+            self._storages = tuple(_joined(pieces, self.span.held, capacity) for pieces in self._pieces)
+            self._pieces, self._lent = (), False
+        return self._storages
+
+    @storages.setter
+    def storages(self, storages: tuple[Tensor, ...]) -> None:
+        self._storages, self._pieces = storages, ()
+
+    @property
+    def held_tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that it keeps alive now."""
+        return tuple(piece for pieces in self._pieces for piece in pieces) or self._storages
 
     @property
     def tail(self) -> tuple[Tensor, ...]:
@@ -229,6 +255,17 @@ def _moved(storage: Tensor, slots: slice, capacity: int) -> Tensor:
     moved = storage.new_empty((*storage.shape[:TOKENS], capacity, storage.shape[-1]))
     moved[:, :, : slots.stop - slots.start] = storage[:, :, slots]
     return moved
+
+
+def _joined(pieces: tuple[Tensor, ...], tokens: int, capacity: int) -> Tensor:
+    """One storage of that capacity, in which that many tokens of them come one after the other."""
+    joined = pieces[0].new_empty((*pieces[0].shape[:TOKENS], capacity, pieces[0].shape[-1]))
+    end = 0
+    for piece in pieces:
+        taken = piece[:, :, : tokens - end]
+        joined[:, :, end : end + taken.shape[TOKENS]] = taken
+        end += taken.shape[TOKENS]
+    return joined
 
 
 def _no_tokens(like: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Knows which operation touches which layers. Knows nothing of how one layer store
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from math import inf
@@ -208,7 +208,12 @@ def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int) ->
 
 def storage_nbytes(cache: Cache) -> int:
     """Bytes of the distinct storages behind any transformers cache: what it keeps alive, not what its views show."""
-    storages = (tensor.untyped_storage() for layer in cache.layers for tensor in _tensors(layer))
+    return layers_nbytes(cache.layers)
+
+
+def layers_nbytes(layers: Iterable[Any]) -> int:
+    """Bytes of the distinct storages behind some layers of caches."""
+    storages = (tensor.untyped_storage() for layer in layers for tensor in _tensors(layer))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -216,7 +221,7 @@ def _tensors(held: Any) -> Iterator[Tensor]:
     if isinstance(held, Tensor):
         yield held
     elif isinstance(held, BufferedLayer):
-        yield from held.buffer.storages
+        yield from held.buffer.held_tensors
     elif isinstance(held, dict):
         for value in held.values():
             yield from _tensors(value)

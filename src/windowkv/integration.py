@@ -31,6 +31,8 @@ from windowkv.continuation import (
     start_recording,
 )
 from windowkv.errors import OptionError, UnsupportedModelError
+from windowkv.prefix.prompt import feed_through, is_one_text
+from windowkv.prefix.store import PrefixStore
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class GenerationOptions:
 
     rollback: int
     prefill_chunk: int | None
+    prefix_store: PrefixStore | None
 
     def new_cache(self, config: Any) -> DynamicSlidingWindowCache:
         """An empty cache for a model with this config."""
@@ -65,6 +68,7 @@ def enable(
     rollback: int = ROLLBACK,
     prefill_chunk: int | Literal["auto"] | None = "auto",
     attention: Literal["auto", "model"] = "auto",
+    prefix_store: PrefixStore | None = None,
 ) -> ModelT:
     """Make `DynamicSlidingWindowCache` the cache that `model.generate` makes when it is given none.
 
@@ -85,16 +89,21 @@ def enable(
             recurrent layers, are read at once.
         attention: "auto" computes only what each layer's window lets a query see, where that is known to give the
             model's own result, and otherwise does as "model", which leaves the model's attention as it is.
+        prefix_store: where prompts find what others had computed of their beginning, and leave what they compute: every
+            prompt of ids alone without padding, whose rows are equal.
 
     Raises:
         UnsupportedModelError: the object has no `generate` of transformers.
-        ConfigError, OptionError: as DynamicSlidingWindowCache, or an option has no such value; the model is unchanged.
+        ConfigError, OptionError: as DynamicSlidingWindowCache, or an option has no such value, or the store serves
+            another model; the model is unchanged.
     """
     target = _generating(model)
-    options = GenerationOptions(rollback, _checked_chunk(prefill_chunk))
+    options = GenerationOptions(rollback, _checked_chunk(prefill_chunk), prefix_store)
     if attention not in ("auto", "model"):
         raise OptionError(f'attention={attention!r}: "auto" or "model"')
     layout = options.new_cache(target.config).layout  # what cannot be served is said now, not while generating
+    if prefix_store is not None:
+        prefix_store.bind(target)
     if not target._supports_default_dynamic_cache():
         logger.warning(
             "%s only works with a cache class of its own, which generate goes on using", type(target).__name__
@@ -223,7 +232,12 @@ class _Prefill(_Seam):
         # This is generate's own copy of the config, made for one call.
         if generation_config.prefill_chunk_size is None and _can_be_chunked(model, model_kwargs):
             generation_config.prefill_chunk_size = self.options.prefill_chunk
-        return getattr(type(model), _FEEDS_PROMPT)(model, input_ids, generation_config, model_kwargs, **kwargs)
+        feed = partial(getattr(type(model), _FEEDS_PROMPT), model, **kwargs)
+        store = self.options.prefix_store
+        if store is None or generation_config.is_assistant or not is_one_text(cache, input_ids, model_kwargs):
+            return feed(input_ids, generation_config, model_kwargs)
+        store.bind(model)  # a copy of a model has a store of its own
+        return feed_through(store, feed, input_ids, generation_config, model_kwargs)
 
 
 def _recording_hooks(model: Any) -> tuple[RemovableHandle, ...]:

@@ -1,0 +1,1 @@
+"""Prefixes that several prompts share, computed once."""

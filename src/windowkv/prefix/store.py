@@ -1,0 +1,264 @@
+"""A store of beginnings: caches by the text that they have seen, within a number of bytes.
+
+Knows what is kept, what is handed out, and what goes first. Knows nothing of generate.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windowkv.cache import DynamicSlidingWindowCache
+from windowkv.errors import InputError, OptionError
+from windowkv.history import TokenHistory
+from windowkv.prefix.fingerprint import fingerprint, weights_version
+from windowkv.prefix.parts import (
+    Block,
+    Checkpoint,
+    assemble,
+    block_nbytes,
+    full_layers,
+    split_block,
+    take_block,
+    take_checkpoint,
+)
+from windowkv.prefix.tree import Ids, Node, Tree, prune
+
+_BLOCK_TOKENS = 256
+_Node = Node[Block, Checkpoint]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a store did so far, and what it holds."""
+
+    hits: int = 0
+    misses: int = 0
+    tokens_reused: int = 0
+    tokens_computed: int = 0  # of the texts that were looked up
+    refused: int = 0  # entries that would not fit even alone
+    evictions: int = 0
+    entries: int = 0
+    nbytes: int = 0
+
+
+class PrefixStore:
+    """Caches of beginnings that prompts share, least recently used first to go.
+
+    Full layers are kept once for all texts that begin alike, in blocks. The other layers are kept at resume points:
+    where a stored text ends, and where others were seen to leave it. A point up to `rollback` tokens before one serves
+    as well.
+
+    Args:
+        max_bytes: most bytes that are ever held, counted by storages.
+
+    Raises:
+        OptionError: max_bytes is no integer >= 0.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Hold nothing yet."""
+        if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
+            raise OptionError(f"max_bytes={max_bytes!r}: a number of bytes, an integer >= 0")
+        self.max_bytes = max_bytes
+        self._lock = threading.RLock()
+        self._model: weakref.ref[Any] | None = None
+        self._version: tuple[Any, ...] | None = None
+        self._fingerprint = ""
+        self._trees: dict[str, Tree[Block, Checkpoint]] = {}  # by the fingerprint of the weights that were on
+        self._stats = Stats()
+        self._clock = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PrefixStore":
+        """An empty store of the same size: the copy of a model is another model."""
+        return type(self)(self.max_bytes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An empty store of the same size, as in a copy."""
+        return type(self), (self.max_bytes,)
+
+    @property
+    def stats(self) -> Stats:
+        """What it did so far, and what it holds."""
+        with self._lock:
+            return replace(self._stats, entries=sum(node.checkpoint is not None for node in self._nodes()))
+
+    def bind(self, model: Any) -> None:
+        """Serve this model. Raises OptionError when the store serves another, which is still there."""
+        with self._lock:
+            bound = self._model and self._model()
+            if bound is not None and bound is not model:
+                raise OptionError(f"this store serves another {type(bound).__name__}: a store serves one model")
+            self._model = weakref.ref(model)
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        with self._lock:
+            self._trees = {}
+            self._stats = replace(self._stats, nbytes=0)
+
+    def lookup(self, tokens: Sequence[int] | Tensor) -> DynamicSlidingWindowCache | None:
+        """A cache that has seen the longest beginning of a text that can be resumed; None where there is none.
+
+        At least one token is left to be run. The cache is the caller's own: it shares what the store holds until it is
+        written. tokens: ids, `[n]` or `[1, n]`. Raises InputError for anything else, OptionError without a model.
+        """
+        ids = as_ids(tokens)
+        with self._lock:
+            model = self._served()
+            found = self._best(ids)
+            reused = found[1] if found else 0
+            self._stats = replace(
+                self._stats,
+                hits=self._stats.hits + bool(found),
+                misses=self._stats.misses + (not found),
+                tokens_reused=self._stats.tokens_reused + reused,
+                tokens_computed=self._stats.tokens_computed + len(ids) - reused,
+            )
+            return self._handed_out(model, ids, *found) if found else None
+
+    def branch_point(self, tokens: Sequence[int] | Tensor, after: int) -> int | None:
+        """Where a text leaves those that are stored, if that is later than `after`: worth a resume point of its own."""
+        ids = as_ids(tokens)
+        with self._lock:
+            agreed = min(self._tree.match(ids)[1], len(ids) - 1)
+            return agreed if agreed > after else None
+
+    def insert(self, tokens: Sequence[int] | Tensor, cache: DynamicSlidingWindowCache, *, row: int = 0) -> bool:
+        """Keep what a cache holds, of one row, as that of the text that it has seen; tells whether it is kept.
+
+        tokens: the ids of at least what the cache has seen. What is kept is a copy. Raises InputError for a cache that
+        has seen more than the ids tell, or others; OptionError without a model.
+        """
+        seen = cache.get_seq_length()
+        ids = as_ids(tokens)[:seen]
+        _check_text(ids, cache, row)
+        with self._lock:
+            self._served()
+            return bool(seen) and (self._touched(ids) or self._add(ids, cache, row))
+
+    @property
+    def _tree(self) -> Tree[Block, Checkpoint]:
+        return self._trees.setdefault(self._fingerprint, Tree(_BLOCK_TOKENS))
+
+    def _nodes(self) -> Iterator[_Node]:
+        return (node for tree in self._trees.values() for node in tree.nodes())
+
+    def _add(self, ids: Ids, cache: DynamicSlidingWindowCache, row: int) -> bool:
+        node, agreed = self._tree.match(ids)
+        checkpoint = take_checkpoint(cache, row)
+        per_token = sum(storage[:1, :, :1].nbytes for layer in full_layers(cache) for storage in layer.buffer.storages)
+        if per_token * len(ids) + checkpoint.nbytes > self.max_bytes:
+            self._stats = replace(self._stats, refused=self._stats.refused + 1)
+            return False
+        if agreed != node.end:
+            self._split(node, agreed)
+        # The path first, so that nothing on it is evicted; then room for what it is to hold; then that.
+        path = self._tree.add(ids)
+        path[-1].checkpoint, checkpoint.used = checkpoint, self._tick()
+        self._evict(self.max_bytes - per_token * (len(ids) - agreed) - checkpoint.nbytes, keep=path[-1])
+        self._count(checkpoint.nbytes)
+        for each in path:
+            if each.block is None:
+                each.block = take_block(cache, row, each.start, each.end)
+                self._count(block_nbytes(each.block))
+        return True
+
+    def _touched(self, ids: Ids) -> bool:
+        """Whether a text is held already; it counts as used then."""
+        node, agreed = self._tree.match(ids)
+        if agreed != len(ids) or node.end != agreed or node.checkpoint is None:
+            return False
+        node.checkpoint.used = self._tick()
+        return True
+
+    def _best(self, ids: Ids) -> tuple[_Node, int] | None:
+        """The checkpoint from which most of a text can be resumed, and how much that is."""
+        node, agreed = self._tree.match(ids)
+        limit = min(agreed, len(ids) - 1)
+        best: tuple[int, int, _Node] | None = None
+        reach = limit + max((other.checkpoint.room for other in self._tree.nodes() if other.checkpoint), default=0)
+        for candidate in (*node.path()[:-1], *node.below(reach + 1)):
+            if candidate.checkpoint is None:
+                continue
+            point = min(candidate.end, limit)
+            if point > 0 and candidate.end - point <= candidate.checkpoint.room:
+                key = (point, candidate.checkpoint.used, candidate)
+                best = key if best is None or key[:2] > best[:2] else best
+        return (best[2], best[0]) if best else None
+
+    def _handed_out(self, model: Any, ids: Ids, node: _Node, point: int) -> DynamicSlidingWindowCache:
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        checkpoint.used = self._tick()
+        blocks = [each.block for each in node.path() if each.start < point and each.block is not None]
+        cache = assemble(model.config, checkpoint, node.end - point, blocks, point)
+        cache.history = TokenHistory(torch.from_numpy(ids[:point].copy())[None])
+        return cache
+
+    def _split(self, node: _Node, at: int) -> None:
+        block, cut = node.block, at - node.start
+        upper = self._tree.split(node, at)
+        if block is not None:
+            upper.block, node.block = split_block(block, cut)
+
+    def _evict(self, limit: int, *, keep: _Node) -> None:
+        """Drop the least recently used checkpoints, and blocks that lead to none, until at most `limit` is held."""
+        if self._stats.nbytes <= limit:
+            return
+        entries = [(node.checkpoint.used, i, node) for i, node in enumerate(self._nodes()) if node.checkpoint]
+        for _, _, node in sorted(entries, key=lambda entry: entry[:2]):
+            if self._stats.nbytes <= limit:
+                return
+            if node is keep or node.checkpoint is None:
+                continue
+            self._count(-node.checkpoint.nbytes)
+            node.checkpoint = None
+            self._stats = replace(self._stats, evictions=self._stats.evictions + 1)
+            for gone in prune(node):
+                self._count(-block_nbytes(gone.block))
+
+    def _served(self) -> Any:
+        """The model, whose fingerprint is brought up to date."""
+        model = self._model and self._model()
+        if model is None:
+            raise OptionError("this store serves no model yet: store.bind(model), or enable(model, prefix_store=store)")
+        version = weights_version(model)
+        if version != self._version:
+            self._version, self._fingerprint = version, fingerprint(model)
+        return model
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _count(self, nbytes: int) -> None:
+        self._stats = replace(self._stats, nbytes=self._stats.nbytes + nbytes)
+
+
+def as_ids(tokens: Sequence[int] | Tensor) -> Ids:
+    """Ids `[n]` of a list, or of an integer tensor `[n]` or `[1, n]`. Raises InputError for anything else."""
+    try:
+        tensor = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError) as why:
+        raise InputError(f"tokens {tokens!r}: ids are a list of integers, or a tensor [n] or [1, n] of them") from why
+    if tensor.ndim == 2 and tensor.shape[0] == 1:
+        tensor = tensor[0]
+    if tensor.ndim != 1 or (tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool)):
+        raise InputError(f"tokens {tensor.dtype} {list(tensor.shape)}: ids are integers, [n] or [1, n]")
+    return tensor.cpu().numpy().astype(np.int32)
+
+
+def _check_text(ids: Ids, cache: DynamicSlidingWindowCache, row: int) -> None:
+    seen, history = cache.get_seq_length(), cache.history
+    if len(ids) < seen:
+        raise InputError(f"{len(ids)} ids for a cache that has seen {seen} tokens")
+    if history is not None and history.rows > row:
+        known = history.tokens[row : row + 1]
+        if history.interrupted or TokenHistory(known).common_prefix(torch.from_numpy(ids)[None]) < len(history):
+            raise InputError("this cache has seen other tokens than these ids")

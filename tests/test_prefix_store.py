@@ -1,0 +1,450 @@
+"""A beginning is computed once; what is handed out is the caller's own; the bytes hold."""
+
+import copy
+import gc
+import pickle
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+import windowkv
+from tiny import (
+    ARCHITECTURES,
+    MODELS,
+    STATEFUL,
+    WINDOW,
+    cache_argument,
+    fed,
+    generated,
+    logits,
+    shared_model,
+    tokens,
+    uncached,
+)
+from windowkv import DynamicSlidingWindowCache, InputError, OptionError, PrefixStore
+from windowkv.cache import layers_nbytes
+from windowkv.prefix.fingerprint import fingerprint
+
+MIB = 1 << 20
+
+
+def served(name: str, max_bytes: int = 64 * MIB, **options: Any) -> tuple[Any, PrefixStore]:
+    store = PrefixStore(max_bytes)
+    return windowkv.enable((MODELS | STATEFUL)[name](), prefix_store=store, **options), store
+
+
+def filled(model: Any, ids: Tensor, **options: Any) -> DynamicSlidingWindowCache:
+    cache = DynamicSlidingWindowCache(model.config, **options)
+    fed(model, cache, ids, ids.shape[1])
+    return cache
+
+
+def joined(*parts: Tensor) -> Tensor:
+    return torch.cat(parts, dim=1)
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[list[int]]:
+    """How many tokens go through the model, forward by forward."""
+    widths: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        yield widths
+    finally:
+        hook.remove()
+
+
+def held_bytes(store: PrefixStore) -> int:
+    """Counted anew from every distinct storage that the store keeps alive."""
+    storages: dict[int, int] = {}
+    for node in store._nodes():
+        for pair in node.block or ():
+            storages |= {states.untyped_storage().data_ptr(): states.untyped_storage().nbytes() for states in pair}
+    layers = [layer for node in store._nodes() if node.checkpoint for layer in node.checkpoint.layers.values()]
+    return sum(storages.values()) + layers_nbytes(layers)
+
+
+# --- lookup and insert
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *STATEFUL])
+def test_what_is_handed_out_goes_on_as_the_text_it_has_seen(name: str) -> None:
+    model, store = served(name)
+    ids, more = tokens(1, 600), tokens(1, 3 * WINDOW, seed=1)
+    assert store.lookup(ids[0]) is None
+    assert store.insert(ids[0].tolist(), filled(model, ids))
+    cache = store.lookup(joined(ids, more))
+    assert cache is not None
+    assert cache.get_seq_length() == 600
+    torch.testing.assert_close(fed(model, cache, more), fed(model, filled(model, ids), more), atol=1e-4, rtol=0)
+    assert (store.stats.hits, store.stats.misses, store.stats.entries) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("back", [1, 5, 64])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma3n", "llama4-chunk8"])
+def test_a_point_within_rollback_serves_too(name: str, back: int) -> None:
+    model, store = served(name)
+    ids = tokens(1, 300)
+    store.insert(ids, filled(model, ids))
+    text = joined(ids[:, : 300 - back], tokens(1, 20, seed=2))
+    text[0, 300 - back] = 3 + (ids[0, 300 - back] - 2) % 100
+    cache = store.lookup(text)
+    assert cache is not None
+    assert cache.get_seq_length() == 300 - back
+    rest = text[:, 300 - back :]
+    torch.testing.assert_close(fed(model, cache, rest), logits(model, text)[:, 300 - back :], atol=1e-4, rtol=0)
+
+
+def test_beyond_rollback_nothing_is_found_but_in_full_layers() -> None:
+    ids = tokens(1, 300)
+    for name, reused in (("mistral", 0), ("mistral-full", 100)):
+        model, store = served(name)
+        store.insert(ids, filled(model, ids))
+        cache = store.lookup(joined(ids[:, :100], tokens(1, 5, seed=7)))
+        assert (cache.get_seq_length() if cache else 0) == reused
+
+
+def test_a_prefix_of_one_token_and_of_the_whole_text() -> None:
+    model, store = served("gemma3")
+    store.insert([7], filled(model, torch.tensor([[7]])))
+    found = store.lookup([7, 8])
+    assert found is not None
+    assert found.get_seq_length() == 1
+    assert store.lookup([7]) is None  # a token is left to run
+    assert store.lookup([]) is None
+
+
+def test_nothing_that_a_caller_does_changes_the_store() -> None:
+    model, store = served("gemma3")
+    ids = tokens(1, 300)
+    store.insert(ids, filled(model, ids))
+    before = held_bytes(store)
+    for seed in range(3):
+        text = joined(ids, tokens(1, 3, seed=seed))
+        cache = store.lookup(text)
+        assert cache is not None
+        assert cache.get_seq_length() == 300
+        reply = generated(model, text, 30, **cache_argument(model, cache))
+        assert torch.equal(reply, uncached(shared_model("gemma3"), text, 30))
+        cache.crop(-20)
+        cache.reset()
+    assert held_bytes(store) >= before
+    found = store.lookup(joined(ids, tokens(1, 9, seed=9)))
+    assert found is not None
+    assert found.get_seq_length() == 300
+
+
+def test_a_hit_costs_no_copy_until_it_is_written() -> None:
+    model, store = served("gemma3")
+    ids = tokens(1, 700)
+    store.insert(ids, filled(model, ids))
+    hits = [store.lookup(joined(ids, ids)) for _ in range(10)]
+    apart = {t.untyped_storage().data_ptr() for c in hits if c for layer in c.layers for t in layer.buffer.held_tensors}
+    stored = {s.untyped_storage().data_ptr() for n in store._nodes() for pair in n.block or () for s in pair}
+    stored |= {
+        t.untyped_storage().data_ptr()
+        for n in store._nodes()
+        if n.checkpoint
+        for layer in n.checkpoint.layers.values()
+        for t in layer.buffer.held_tensors
+    }
+    assert apart == stored
+
+
+def test_texts_that_begin_alike_share_their_full_layers() -> None:
+    model, store = served("mistral-full")
+    system = tokens(1, 500)
+    first = joined(system, tokens(1, 50, seed=1))
+    store.insert(first, filled(model, first))
+    alone = store.stats.nbytes
+    for seed in range(2, 6):
+        text = joined(system, tokens(1, 50, seed=seed))
+        store.insert(text, filled(model, text))
+    assert store.stats.nbytes == held_bytes(store)
+    assert store.stats.nbytes - alone == 4 * alone * 50 // 550
+
+
+@pytest.mark.parametrize("tokens_", [None, "text", [1.5], [[1], [2]], torch.zeros(2, 3).long(), torch.zeros(3)])
+def test_what_is_no_text_is_refused(tokens_: Any) -> None:
+    _, store = served("mistral")
+    with pytest.raises(InputError):
+        store.lookup(tokens_)
+
+
+def test_a_cache_of_another_text_is_refused() -> None:
+    model, store = served("mistral")
+    ids = tokens(1, 30)
+    cache = DynamicSlidingWindowCache(model.config)
+    generated(model, ids, 3, **cache_argument(model, cache))
+    with pytest.raises(InputError, match="30 ids for a cache that has seen 32"):
+        store.insert(ids, cache)
+    with pytest.raises(InputError, match="other tokens"):
+        store.insert(tokens(1, 40, seed=3), cache)
+    assert store.stats.entries == 1  # the prompt, which generate left
+
+
+def test_a_store_serves_one_model() -> None:
+    _, store = served("mistral")
+    other = MODELS["mistral"]()
+    with pytest.raises(OptionError, match="serves another MistralForCausalLM"):
+        windowkv.enable(other, prefix_store=store)
+    assert "_prefill" not in vars(other)
+    with pytest.raises(OptionError, match="serves no model yet"):
+        PrefixStore(MIB).lookup([1])
+    for bad in (-1, 1.5, True, None):
+        with pytest.raises(OptionError, match="max_bytes"):
+            PrefixStore(bad)  # type: ignore[arg-type]
+
+
+# --- which weights
+
+
+def test_other_weights_never_hit() -> None:
+    model, store = served("mistral")
+    ids = tokens(1, 30)
+    generated(model, ids, 3)
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.mul_(1.01)
+    assert store.lookup(joined(ids, ids)) is None
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.div_(1.01)
+    reply = generated(model, joined(ids, ids), 5)
+    assert torch.equal(reply, uncached(model, joined(ids, ids), 5))
+
+
+def test_fine_tunes_of_one_config_differ_and_equal_models_do_not() -> None:
+    one, same = MODELS["mistral"](), MODELS["mistral"]()
+    assert fingerprint(one) == fingerprint(same)
+    with torch.no_grad():
+        same.lm_head.weight.add_(torch.randn_like(same.lm_head.weight) * 1e-3)
+    assert fingerprint(one) != fingerprint(same)
+    assert fingerprint(one) != fingerprint(one.to(torch.bfloat16))
+
+
+def test_adapters_on_and_off_are_two_models() -> None:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(MODELS["mistral"](), config).eval()
+    store = PrefixStore(64 * MIB)
+    windowkv.enable(model, prefix_store=store)
+    ids = tokens(1, 30)
+    mask = torch.ones_like(ids)
+
+    def reply(**options: Any) -> Tensor:
+        return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **options)
+
+    tuned = reply(use_cache=False)
+    with model.disable_adapter():
+        plain = reply(use_cache=False)
+    assert not torch.equal(tuned, plain)
+    for _ in range(2):
+        assert torch.equal(reply(), tuned)
+        with model.disable_adapter():
+            assert torch.equal(reply(), plain)
+    assert (store.stats.hits, store.stats.misses) == (2, 2)
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_the_copy_of_a_model_has_a_store_of_its_own(twin: Any) -> None:
+    model, store = served("mistral")
+    ids = tokens(1, 30)
+    generated(model, ids, 3)
+    other = twin(model)
+    assert torch.equal(generated(other, joined(ids, ids), 5), uncached(model, joined(ids, ids), 5))
+    assert (store.stats.hits, store.stats.entries) == (0, 1)
+
+
+# --- generate
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *STATEFUL])
+def test_a_system_prompt_is_reused_whole_from_the_third_request_on(name: str) -> None:
+    model, store = served(name, rollback=2)
+    system = tokens(1, 100)
+    for request in range(4):
+        text = joined(system, tokens(1, 20, seed=10 + request))
+        with counted(model) as widths:
+            reply = generated(model, text, 6)
+        assert torch.equal(reply, generated(shared_or(name), text, 6, **fresh(name)))
+        assert sum(widths) == (120 if request < 2 else 20) + 5
+    assert store.stats.tokens_reused == 2 * 100
+
+
+def shared_or(name: str) -> Any:
+    return STATEFUL[name]() if name in STATEFUL else shared_model(name)
+
+
+def fresh(name: str) -> dict[str, Any]:
+    """The reference: without a cache, but for models whose own code differs token by token."""
+    return {} if name in STATEFUL else {"use_cache": False}
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma3n", "llama4-chunk8", "mistral-full"])
+def test_a_growing_chat(name: str) -> None:
+    model, store = served(name)
+    history = tokens(1, 40)
+    for turn in range(30):
+        with counted(model) as widths:
+            reply = generated(model, history, 6)
+        assert torch.equal(reply, uncached(shared_model(name), history, 6))
+        assert sum(widths) == (40 if not turn else 6 + 5) + 5
+        history = joined(history, reply, tokens(1, 5, seed=turn))
+    assert store.stats.hits == 29
+
+
+def test_the_last_turn_of_a_long_chat_hits_with_room_for_a_few() -> None:
+    model, store = served("mistral")
+    generated(model, tokens(1, 300, seed=99), 2)
+    store.clear()
+    history = tokens(1, 40)
+    for turn in range(30):
+        generated(model, history, 2)
+        if turn == 3:
+            store.max_bytes = store.stats.nbytes
+        history = joined(history, tokens(1, 10, seed=turn))
+    assert store.stats.nbytes <= store.max_bytes
+    assert store.lookup(history).get_seq_length() == history.shape[1] - 10  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma3n", "llama4-chunk8", *STATEFUL])
+def test_the_same_prompt_again(name: str) -> None:
+    model, _ = served(name)
+    ids = tokens(1, 60)
+    expected = generated(shared_or(name), ids, 6, **fresh(name))
+    for request in range(3):
+        with counted(model) as widths:
+            assert torch.equal(generated(model, ids, 6), expected)
+        # A state cannot go back by one token: the point before the last is learned at the second time.
+        assert sum(widths[:-5]) == (60 if not request or (name in STATEFUL and request == 1) else 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}, {"prefill_chunk_size": 16}]
+)
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+def test_beams_samples_and_chunks(name: str, options: dict[str, Any]) -> None:
+    model, store = served(name)
+    reference = shared_or(name)
+    system = tokens(1, 50)
+    for seed in range(3):
+        text = joined(system, tokens(1, 10, seed=seed))
+        torch.manual_seed(3)
+        alone = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
+        expected = generated(reference, text, 6, **alone, **fresh(name))
+        torch.manual_seed(3)
+        assert torch.equal(generated(model, text, 6, **options), expected)
+    assert store.stats.hits >= 1
+
+
+def test_rows_of_several_texts_and_padding_pass_the_store_by() -> None:
+    model, store = served("mistral")
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    for each in (mask, torch.ones_like(mask)):
+        expected = uncached(shared_model("mistral"), ids, 5, each)
+        assert torch.equal(generated(model, ids, 5, each), expected)
+    assert (store.stats.entries, store.stats.hits) == (0, 0)
+
+
+def test_a_generation_that_breaks_off_leaves_the_store_whole() -> None:
+    model, store = served("gemma3")
+    ids = tokens(1, 60)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        generated(model, ids, 5)
+    hook.remove()
+    assert (store.stats.entries, store.stats.nbytes) == (0, 0)
+    assert torch.equal(generated(model, ids, 5), uncached(shared_model("gemma3"), ids, 5))
+
+
+# --- bytes
+
+
+def test_bytes_never_exceed_the_budget_and_no_token_is_wrong_in_a_thousand_requests() -> None:
+    model, store = served("gemma3", max_bytes=400_000, rollback=2)
+    reference, randomly = shared_model("gemma3"), random.Random(0)
+    systems = [tokens(1, 40 + 30 * i, seed=i) for i in range(6)]
+    for request in range(1000):
+        text = joined(randomly.choice(systems), tokens(1, randomly.randint(1, 30), seed=randomly.randint(0, 40)))
+        text = text[:, : randomly.randint(2, text.shape[1])]
+        with torch.no_grad():
+            cache = store.lookup(text) or DynamicSlidingWindowCache(model.config, rollback=2)
+            out = model(text[:, cache.get_seq_length() :], use_cache=True, **cache_argument(model, cache)).logits
+        if request % 10 == 0:
+            torch.testing.assert_close(out[:, -1], logits(reference, text)[:, -1], atol=1e-4, rtol=0)
+            assert store.stats.nbytes == held_bytes(store)
+        store.insert(text, cache)
+        assert store.stats.nbytes <= 400_000
+    assert store.stats.evictions > 100
+    assert store.stats.hits > 100
+    store.clear()
+    assert (store.stats.nbytes, store.stats.entries) == (0, 0)
+
+
+def test_views_of_large_storages_are_not_kept() -> None:
+    model, store = served("mistral", max_bytes=1_000_000)
+    for seed in range(10):
+        ids = tokens(1, 200, seed=seed)
+        cache = filled(model, tokens(4, 200, seed=seed), rollback=1000)
+        cache.batch_select_indices(torch.tensor([0]))
+        store.insert(tokens(4, 200, seed=seed)[0], cache)
+        del ids, cache
+        gc.collect()
+        assert held_bytes(store) == store.stats.nbytes <= 1_000_000
+
+
+def test_an_entry_over_the_budget_harms_no_other() -> None:
+    model, store = served("mistral-full", max_bytes=250_000)
+    small, large = tokens(1, 100), tokens(1, 400, seed=1)
+    assert store.insert(small, filled(model, small))
+    before = store.stats.nbytes
+    assert not store.insert(large, filled(model, large))
+    assert (store.stats.refused, store.stats.evictions, store.stats.nbytes) == (1, 0, before)
+    assert store.lookup(joined(small, small)) is not None
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    model, store = served("mistral")
+    a, b, c = (tokens(1, 50, seed=seed) for seed in range(3))
+    for text in (a, b):
+        store.insert(text, filled(model, text))
+    store.max_bytes = store.stats.nbytes
+    assert store.lookup(joined(a, a)) is not None
+    store.insert(c, filled(model, c))
+    assert [store.lookup(joined(text, text)) is not None for text in (a, b, c)] == [True, False, True]
+
+
+def test_many_threads_share_a_store() -> None:
+    model, store = served("gemma3", max_bytes=500_000)
+    system, wrong = tokens(1, 60), []
+
+    def work(seed: int) -> None:
+        for i in range(15):
+            text = joined(system, tokens(1, 5 + i, seed=seed))
+            with torch.no_grad():
+                cache = store.lookup(text) or DynamicSlidingWindowCache(model.config)
+                out = model(text[:, cache.get_seq_length() :], use_cache=True, **cache_argument(model, cache)).logits
+            if not torch.allclose(out[:, -1], logits(shared_model("gemma3"), text)[:, -1], atol=1e-4):
+                wrong.append((seed, i))
+            store.insert(text, cache)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert store.stats.nbytes == held_bytes(store) <= 500_000
