@@ -1,4 +1,4 @@
-"""Time to first token of a prompt whose beginning is stored, against none stored and against going on by hand, as ratios.
+"""Time to first token where a prompt's beginning is stored, against none stored and against going on by hand: ratios.
 
 `python benchmarks/prefix_reuse.py [--tokens 8192] [--new 50] [--rounds 5]`; medians, runs taking turns.
 """

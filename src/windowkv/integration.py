@@ -31,7 +31,7 @@ from windowkv.continuation import (
     start_recording,
 )
 from windowkv.errors import OptionError, UnsupportedModelError
-from windowkv.prefix.prompt import feed_through, is_one_text
+from windowkv.prefix.prompt import Feed, feed_through, is_one_text
 from windowkv.prefix.store import PrefixStore
 
 logger = logging.getLogger(__name__)
@@ -232,12 +232,22 @@ class _Prefill(_Seam):
         # This is generate's own copy of the config, made for one call.
         if generation_config.prefill_chunk_size is None and _can_be_chunked(model, model_kwargs):
             generation_config.prefill_chunk_size = self.options.prefill_chunk
-        feed = partial(getattr(type(model), _FEEDS_PROMPT), model, **kwargs)
+        feed = partial(_feed, partial(getattr(type(model), _FEEDS_PROMPT), model, **kwargs))
         store = self.options.prefix_store
         if store is None or generation_config.is_assistant or not is_one_text(cache, input_ids, model_kwargs):
             return feed(input_ids, generation_config, model_kwargs)
         store.bind(model)  # a copy of a model has a store of its own
         return feed_through(store, feed, input_ids, generation_config, model_kwargs)
+
+
+def _feed(feed: Feed, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """Feed a prompt at once where transformers would feed what the cache has seen again, chunk by chunk."""
+    cache = handed_cache(model_kwargs)
+    ours = isinstance(cache, DynamicSlidingWindowCache) and cache.history is not None
+    if ours and cache.get_seq_length() and not _CHUNKS_AFTER_A_PAST:
+        generation_config = copy.copy(generation_config)
+        generation_config.prefill_chunk_size = None
+    return feed(input_ids, generation_config, model_kwargs)
 
 
 def _recording_hooks(model: Any) -> tuple[RemovableHandle, ...]:
@@ -266,4 +276,4 @@ def _can_be_chunked(model: Any, model_kwargs: dict[str, Any]) -> bool:
     if cache.layout.foreign:  # several models compute something else when tokens come on top of a recurrent state
         return False
     tensors = {name for name, value in model_kwargs.items() if isinstance(value, Tensor)}
-    return tensors <= _SPLIT_BY_CHUNK and (_CHUNKS_AFTER_A_PAST or not cache.get_seq_length())
+    return tensors <= _SPLIT_BY_CHUNK

@@ -46,7 +46,8 @@ def restore(
     entries = manifest.get("layers")
     if not isinstance(entries, list) or len(entries) != len(layers):
         raise CacheFileError(f"it holds {len(entries or [])} layers, and the model has {len(layers)}")
-    for i, (layer, spec, entry) in enumerate(zip(layers, layout.layers, entries, strict=True)):
+    # Older releases of transformers make no layers for those that share, which come last.
+    for i, (layer, spec, entry) in enumerate(zip(layers, layout.layers, entries, strict=False)):
         named = {name.removeprefix(f"{i}."): tensor for name, tensor in tensors.items() if name.startswith(f"{i}.")}
         try:
             if isinstance(layer, BufferedLayer):
