@@ -27,6 +27,10 @@ def written(path: Path) -> Path:
     return path
 
 
+def hostile(header: str) -> bytes:
+    return len(header).to_bytes(8, "little") + header.encode()
+
+
 def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
@@ -70,6 +74,31 @@ def test_a_link_stays_a_link(written: Path) -> None:
     assert cache_file.read(written)[0]["story"] == "new"
 
 
+def test_what_is_no_file_is_never_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    places = [tmp_path / "pipe", tmp_path / "loop", tmp_path, f"{tmp_path}/new/", "a\0b"]
+    for place in places:
+        with pytest.raises(CacheFileError, match="cannot be written"):
+            cache_file.write(place, TENSORS, {})
+    assert names(tmp_path) == ["loop", "pipe"]
+    assert not (tmp_path / "pipe").is_file()
+    with pytest.raises(CacheFileError):
+        cache_file.read("a\0b")
+
+
+def test_a_file_keeps_its_mode_and_a_new_one_has_what_the_umask_leaves(tmp_path: Path, written: Path) -> None:
+    written.chmod(0o600)
+    cache_file.write(written, TENSORS, {})
+    assert written.stat().st_mode & 0o777 == 0o600
+    before = os.umask(0o027)
+    try:
+        cache_file.write(tmp_path / "new", TENSORS, {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o640
+
+
 def test_what_is_being_read_survives_being_replaced(written: Path) -> None:
     _, tensors = cache_file.read(written)
     cache_file.write(written, {"a": TENSORS["a"] * 0 - 1}, {})
@@ -105,6 +134,8 @@ def test_a_thousand_flipped_bits_and_cut_files_are_refused(written: Path) -> Non
         ((1 << 63).to_bytes(8, "little") + b"{}", "no cache of windowkv"),
         ((2).to_bytes(8, "little") + b"[]", "no cache of windowkv"),
         ((90_000).to_bytes(8, "little") + b"[" * 90_000, "no cache of windowkv"),
+        (hostile('{"a": {"data_offsets": [0, "x"]}, "__metadata__": {}}'), "no cache of windowkv"),
+        (hostile('{"a": 5, "__metadata__": {"windowkv": "{}", "checksum": "0"}}'), "no cache of windowkv"),
     ],
 )
 def test_other_files_are_refused(path: Path, content: bytes, named: str) -> None:

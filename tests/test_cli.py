@@ -275,14 +275,19 @@ def test_a_saved_cache_is_continued_shown_and_refused(command: Command, model: s
     assert (saved.code, f"saved: {file}" in saved.err) == (0, True)
     loaded = command(*options, "--prompt", PROMPT + "and then", "--load-cache", file)
     assert loaded.out == alone.out
-    assert f"{file}: {len(PROMPT)} of the prompt's tokens were there" in loaded.err.replace(",", "")
+    assert f"{len(PROMPT)} of the prompt's {len(PROMPT) + 8} tokens were taken from {file}" in loaded.err.replace(
+        ",", ""
+    )
     shown = command("cache", "show", file, "--verify", "--json")
     info = json.loads(shown.out)
     assert (info["tokens"], info["rollback"], info["dtypes"]) == (len(PROMPT) + 19, 64, ["float32"])
     assert "can take back" in command("cache", "show", file).out
-    for arguments in (["cache", "show", tmp_path / "nowhere"], [*options, "--prompt", "x", "--load-cache", model]):
-        refused = command(*arguments)
-        assert (refused.code, refused.out, refused.err.splitlines()[-1][:7]) == (1, "", "error: ")
+    refused = command("cache", "show", tmp_path / "nowhere")
+    assert (refused.code, refused.out, refused.err.splitlines()[-1][:7]) == (1, "", "error: ")
+    assert command(*options, "--prompt", "x", "--load-cache", tmp_path / "nowhere").code == 2
+    resaved = command(*options, "--prompt", PROMPT, "--load-cache", file, "--save-cache", file, "--rollback", "300")
+    assert f"{len(PROMPT) - 1} of the prompt's {len(PROMPT)} tokens were taken" in resaved.err.replace(",", "")
+    assert json.loads(command("cache", "show", file, "--json").out)["rollback"] == 300
     content = file.read_bytes()
     file.write_bytes(content[:-1])
     refused = command(*options, "--prompt", PROMPT, "--load-cache", file)

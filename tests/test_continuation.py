@@ -1,5 +1,6 @@
 """generate on a cache that has seen another text: back to where they agree, or anew; never a wrong token."""
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -236,6 +237,120 @@ def test_a_forward_that_broke_off_in_the_middle_is_computed_anew(first: bool, la
         generated(model, tokens(1, 2), 5, torch.ones(1, 42, dtype=torch.long), **cache_argument(model, cache))
     expected = uncached(shared_model("gemma3"), ids, 10)
     assert torch.equal(generated(model, ids, 10, **cache_argument(model, cache)), expected)
+
+
+def test_a_break_is_not_forgotten_by_what_follows() -> None:
+    model, ids = enabled("gemma3"), tokens(1, 30)
+    cache = used(model, ids, new=1)
+    hook = model.model.layers[2].register_forward_hook(failing)
+    with pytest.raises(Stop):
+        fed(model, cache, tokens(1, 1), 1)
+    hook.remove()
+    fed(model, cache, tokens(1, 1), 1)
+    text = torch.cat((ids, tokens(1, 6, seed=9)), dim=1)
+    expected = uncached(shared_model("gemma3"), text, 10)
+    assert torch.equal(generated(model, text, 10, **cache_argument(model, cache)), expected)
+
+
+@pytest.mark.parametrize("change", ["take_back", "take_rows"])
+def test_a_change_that_broke_off_among_the_layers_is_computed_anew(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = enabled("gemma3"), tokens(1, 30)
+    cache = used(model, ids)
+    monkeypatch.setattr(cache.layers[2].buffer, change, failing)
+    broken_by = {"take_back": lambda: cache.crop(-10), "take_rows": lambda: cache.reorder_cache(torch.tensor([0, 0]))}
+    with pytest.raises(Stop):
+        broken_by[change]()
+    monkeypatch.undo()
+    expected = uncached(shared_model("gemma3"), ids[:, :20], 10)
+    assert torch.equal(generated(model, ids[:, :20], 10, **cache_argument(model, cache)), expected)
+
+
+def positional(model: Any, cache: Any, ids: Tensor) -> None:
+    model(ids, None, None, cache)
+
+
+def past_the_recording(model: Any, cache: Any, ids: Tensor) -> None:
+    model.model(ids, use_cache=True, **cache_argument(model.model, cache))
+
+
+def while_disabled(model: Any, cache: Any, ids: Tensor) -> None:
+    windowkv.disable(model)
+    fed(model, cache, ids, ids.shape[1])
+    windowkv.enable(model)
+
+
+def compiled(model: Any, cache: Any, ids: Tensor) -> None:
+    model.compile(backend="eager")
+    fed(model, cache, ids, ids.shape[1])
+
+
+@pytest.mark.parametrize("feed", [positional, past_the_recording, while_disabled, compiled])
+def test_what_is_fed_in_between_by_any_way_is_not_taken_for_another_text(feed: Any) -> None:
+    model, ids = enabled("mistral"), tokens(1, 30)
+    cache = used(model, ids, new=1)
+    with torch.no_grad():
+        feed(model, cache, tokens(1, 4, seed=5))
+    assert cache.get_seq_length() == 34
+    text = torch.cat((ids, tokens(1, 8, seed=9)), dim=1)
+    expected = uncached(shared_model("mistral"), text, 10)
+    assert torch.equal(generated(model, text, 10, **cache_argument(model, cache)), expected)
+
+
+def test_a_shallow_copy_takes_nothing_along_when_it_is_disabled() -> None:
+    model, ids = enabled("mistral"), tokens(1, 30)
+    windowkv.disable(copy.copy(model))
+    cache = used(model, ids)
+    assert len(cache.history) == 39
+
+
+def test_new_tokens_alone_with_drafts_go_on_where_the_cache_is() -> None:
+    model, ids, new = enabled("mistral"), tokens(1, 30), tokens(1, 4, seed=2)
+    cache = used(model, ids, new=1)
+    mask = torch.ones(1, 34, dtype=torch.long)
+    reply = generated(model, new, 10, mask, prompt_lookup_num_tokens=3, **cache_argument(model, cache))
+    expected = uncached(shared_model("mistral"), torch.cat((ids, new), dim=1), 10)
+    assert torch.equal(reply, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+def test_another_number_of_texts_is_refused_before_anything_runs(name: str, rows: int) -> None:
+    model, ids = enabled(name), tokens(3, 20)
+    cache = used(model, ids)
+    with pytest.raises(InputError, match="this cache holds 3 rows"):
+        generated(model, tokens(rows, 24), 5, **cache_argument(model, cache))
+    assert not cache.history.interrupted
+    alone = MODELS.get(name, STATEFUL.get(name))()
+    text = torch.cat((ids, tokens(3, 14, seed=4)), dim=1)
+    expected = generated(alone, text, 5) if name == "lfm2" else uncached(alone, text, 5)
+    assert torch.equal(generated(model, text, 5, **cache_argument(model, cache)), expected)
+
+
+def test_one_row_of_a_hybrid_serves_no_batch_and_says_so() -> None:
+    model = enabled("lfm2")
+    cache = used(model, tokens(1, 20))
+    with pytest.raises(InputError, match="a batch of 3, but this cache holds 1 rows"):
+        generated(model, tokens(3, 40), 5, **cache_argument(model, cache))
+
+
+def test_a_cache_of_another_model_is_refused() -> None:
+    model = enabled("gemma3")
+    cache = DynamicSlidingWindowCache(shared_model("mistral").config)
+    with pytest.raises(InputError, match="for another model: layer 3 has kind sliding instead of full"):
+        generated(model, tokens(1, 20), 5, **cache_argument(model, cache))
+
+
+@pytest.mark.parametrize("rows", [[1], [2, 0], [0, 0, 1, 2]])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_rows_of_hybrids_are_selected_in_all_layers(name: str, rows: list[int]) -> None:
+    model, ids, more = STATEFUL[name](), tokens(3, 20), tokens(len(rows), 5, seed=3)
+    cache, alone = (DynamicSlidingWindowCache(model.config) for _ in range(2))
+    fed(model, cache, ids, 20)
+    fed(model, alone, ids[rows], 20)
+    cache.batch_select_indices(torch.tensor(rows))
+    torch.testing.assert_close(fed(model, cache, more), fed(model, alone, more), atol=1e-5, rtol=0)
 
 
 def test_a_generation_that_was_broken_off_between_tokens_goes_on() -> None:

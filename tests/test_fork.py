@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tiny import ARCHITECTURES, MODELS, STATEFUL, WINDOW, fed, generated, logits, shared_model, tokens
+from tiny import ARCHITECTURES, MODELS, STATEFUL, WINDOW, cache_argument, fed, generated, logits, shared_model, tokens
 from windowkv import DynamicSlidingWindowCache
 from windowkv.cache import storage_nbytes
 
@@ -131,6 +131,14 @@ def test_no_operation_reaches_the_other_side(operation: Any, on_the_fork: bool) 
     more = tokens(2, 2 * WINDOW, seed=9)
     expected = logits(model, torch.cat((ids, more), dim=1))[:, 25:]
     torch.testing.assert_close(fed(model, other, more), expected, atol=1e-4, rtol=0)
+
+
+def test_a_hybrid_is_forked_with_gradients_too() -> None:
+    model, ids = STATEFUL["lfm2"](), tokens(1, 20)
+    cache = DynamicSlidingWindowCache(model.config)
+    model(ids, use_cache=True, **cache_argument(model, cache))
+    fork = cache.fork()
+    assert torch.equal(fed(model, fork, tokens(1, 3)), fed(model, cache, tokens(1, 3)))
 
 
 def test_a_fork_keeps_what_its_class_was_given() -> None:

@@ -6,7 +6,7 @@ import pickle
 import torch
 
 from tiny import tokens
-from windowkv.history import PADDING, UNKNOWN, TokenHistory, masked_ids
+from windowkv.history import MISSED, PADDING, UNKNOWN, TokenHistory, masked_ids
 
 
 def history(*parts: list[list[int]]) -> TokenHistory:
@@ -40,12 +40,32 @@ def test_padding_agrees_with_padding_alone() -> None:
 
 def test_what_is_not_known_agrees_with_anything() -> None:
     known = history([[1, 2]])
-    known.append_unknown(2)
+    known.append_same(UNKNOWN, 2)
     known.append(torch.tensor([[5]]))
-    known.append_unknown(0)
+    known.append_same(UNKNOWN, 0)
     assert known.tokens.tolist() == [[1, 2, UNKNOWN, UNKNOWN, 5]]
     assert known.common_prefix(torch.tensor([[1, 2, 9, 8, 5, 6]])) == 5
     assert known.common_prefix(torch.tensor([[1, 2, 9, 8, 4]])) == 4
+
+
+def test_what_was_missed_agrees_with_nothing() -> None:
+    known = history([[1, 2]])
+    known.append_same(MISSED, 1)
+    assert known.common_prefix(torch.tensor([[1, 2, 3]])) == 2
+    assert known.common_prefix(torch.tensor([[1, 2, MISSED + 1]])) == 2
+
+
+def test_a_change_that_broke_off_stays_so() -> None:
+    known = history([[1, 2]])
+    known.begin_change()
+    known.end_change()
+    assert not known.interrupted
+    known.begin_change()
+    assert known.interrupted
+    assert known.fork().interrupted
+    known.begin_change()
+    known.end_change()
+    assert known.interrupted
 
 
 def test_thousands_of_single_tokens_are_all_remembered() -> None:
@@ -69,7 +89,7 @@ def test_truncated_and_forked_histories_are_independent() -> None:
 
 def test_rows_follow_the_caches_rows() -> None:
     known = history([[1, 2], [3, 4]])
-    known.repeat_rows(2)
+    known.take_rows(torch.tensor([0, 0, 1, 1]))
     assert known.tokens.tolist() == [[1, 2], [1, 2], [3, 4], [3, 4]]
     known.take_rows(torch.tensor([3, 0]))
     assert known.tokens.tolist() == [[3, 4], [1, 2]]

@@ -12,7 +12,15 @@ from torch import Tensor
 
 import windowkv
 from tiny import ARCHITECTURES, MODELS, STATEFUL, WINDOW, cache_argument, fed, generated, logits, shared_model, tokens
-from windowkv import CacheFileError, ConfigError, DynamicSlidingWindowCache, OptionError, RollbackError, cache_file
+from windowkv import (
+    CacheFileError,
+    ConfigError,
+    DynamicSlidingWindowCache,
+    InputError,
+    OptionError,
+    RollbackError,
+    cache_file,
+)
 from windowkv.persist import describe
 
 LENGTHS = [0, 1, WINDOW - 1, WINDOW, 20, 70]
@@ -72,6 +80,37 @@ def test_what_a_loaded_cache_can_take_back(path: Path) -> None:
     torch.testing.assert_close(fed(model, loaded, ids[:, 55:]), logits(model, ids)[:, 55:], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("rollback", [0, 2, 50])
+def test_a_cache_is_loaded_with_another_rollback(rollback: int, path: Path) -> None:
+    model, ids = shared_model("mistral"), tokens(1, 500)
+    filled(model, ids, rollback=20).save(path)
+    loaded = windowkv.load(path, model.config, rollback=rollback)
+    with pytest.raises(RollbackError):
+        loaded.crop(-min(rollback, 20) - 1)
+    loaded.crop(-min(rollback, 20))
+    more = tokens(1, 200, seed=1)
+    text = torch.cat((ids[:, : 500 - min(rollback, 20)], more), dim=1)
+    torch.testing.assert_close(fed(model, loaded, more), logits(model, text)[:, -200:], atol=1e-4, rtol=0)
+    loaded.crop(-rollback)
+    assert loaded.nbytes == windowkv.plan(model.config, tokens=700, dtype=torch.float32, rollback=rollback).total_bytes
+
+
+def test_a_cache_whose_forward_broke_off_is_not_saved(path: Path) -> None:
+    model, ids = MODELS["gemma3"](), tokens(1, 30)
+    cache = filled(model, ids)
+    hook = model.model.layers[1].register_forward_hook(broken)
+    with pytest.raises(KeyboardInterrupt):
+        fed(model, cache, ids, 30)
+    hook.remove()
+    with pytest.raises(InputError, match="did not end"):
+        cache.save(path)
+    assert not path.exists()
+
+
+def broken(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_loaded_cache_stays_in_the_file_until_it_is_written_and_never_changes_it(path: Path) -> None:
     model = shared_model("gemma3")
     filled(model, tokens(1, 60)).save(path)
@@ -103,14 +142,16 @@ def test_a_cache_is_converted_when_asked_to(path: Path) -> None:
     filled(model, tokens(1, 60)).save(path)
     config = copy.deepcopy(model.config)
     config.dtype = torch.bfloat16
-    with pytest.raises(
-        CacheFileError, match=r"holds float32, and the config says bfloat16: pass dtype=torch\.bfloat16"
-    ):
+    with pytest.raises(CacheFileError, match=r"holds float32, and the config says bfloat16: .* dtype=torch\.bfloat16"):
         windowkv.load(path, config)
     loaded = windowkv.load(path, config, dtype=torch.bfloat16)
     half = MODELS["gemma3"]().to(torch.bfloat16)
     assert fed(half, loaded, tokens(1, 3)).dtype == torch.bfloat16
     assert loaded.layers[0].buffer.storages[0].dtype == torch.bfloat16
+    with pytest.raises(OptionError, match="nonsense"):
+        windowkv.load(path, config, dtype=torch.bfloat16, device="nonsense")
+    with pytest.raises(OptionError, match="rollback=-1"):
+        windowkv.load(path, config, rollback=-1)
     with pytest.raises(OptionError, match="int8"):
         windowkv.load(path, config, dtype=torch.int8)
 
@@ -126,7 +167,7 @@ def test_a_cache_is_moved_when_asked_to(path: Path) -> None:
     ("change", "named"),
     [
         ({"sliding_window": 9}, "layer 0 has window 8 instead of 9"),
-        ({"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 3}, "with 4 layers, and this one has 3"),
+        ({"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 3}, "4 layers instead of 3"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer 3 has kind full instead of sliding"),
         ({"num_key_value_heads": 4}, "layer 0 has kv_heads 2 instead of 4"),
         ({"head_dim": 32}, "head_dim 16 instead of 32"),
@@ -156,6 +197,14 @@ def test_another_model_is_refused_by_what_differs(change: dict[str, Any], named:
         lambda manifest, tensors: manifest["layers"].__setitem__(0, {"class": "str", "attributes": {}}),
         lambda manifest, tensors: manifest.pop("rollback"),
         lambda manifest, tensors: manifest.update(rollback=-1),
+        lambda manifest, tensors: manifest.update(rollback=10**300),
+        lambda manifest, tensors: manifest.update(tokens="x"),
+        lambda manifest, tensors: manifest.update(tokens=10**15),
+        lambda manifest, tensors: manifest.update(tokens=59),
+        lambda manifest, tensors: manifest.update(layout=5),
+        lambda manifest, tensors: manifest.update(layout=[1, 1, 1, 1]),
+        lambda manifest, tensors: manifest.update(layers=5),
+        lambda manifest, tensors: manifest["layers"][2].update(start=40, end=59),
         lambda manifest, tensors: tensors.update({"tokens": torch.zeros(1, 99, dtype=torch.int32)}),
     ],
 )

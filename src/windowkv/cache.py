@@ -6,6 +6,7 @@ Knows which operation touches which layers. Knows nothing of how one layer store
 import copy
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from math import inf
@@ -91,19 +92,26 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         layers = [layer for i, layer in enumerate(self.layers) if i not in encoder]
         for layer in layers:
             _check_take_back(layer, count)
-        for layer in layers:
-            if count or getattr(
-                layer, "record_past", False
-            ):  # transformers' recording layers drop what they recorded at crop(0)
-                layer.crop(-count)
+        with self._changing():
+            for layer in layers:
+                # transformers' recording layers drop what they recorded at crop(0)
+                if count or getattr(layer, "record_past", False):
+                    layer.crop(-count)
         if count and self.history is not None:
             self.history.truncate(self.get_seq_length())
 
     def reset(self) -> None:
         """Forget every token and free the storage."""
-        super().reset()
+        with self._changing():
+            super().reset()
         if self.history is not None:
             self.history = TokenHistory()
+
+    @property
+    def rows(self) -> int | None:
+        """How many texts it holds; None before the first."""
+        buffers = (layer.buffer for layer in self.layers if isinstance(layer, BufferedLayer))
+        return next((buffer.held_tensors[0].shape[0] for buffer in buffers if buffer.held_tensors), None)
 
     def fork(self) -> "DynamicSlidingWindowCache":
         """An independent cache at the same point.
@@ -112,9 +120,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         transformers' own are copied now.
         """
         twin = copy.copy(self)
-        twin.layers = [
-            layer.fork() if isinstance(layer, BufferedLayer) else copy.deepcopy(layer) for layer in self.layers
-        ]
+        twin.layers = [fork_layer(layer) for layer in self.layers]
         twin.history = None if self.history is None else self.history.fork()
         return twin
 
@@ -122,8 +128,14 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         """Write what the cache holds to a safetensors file, which `windowkv.load` reads.
 
         Whatever happens, the file is then the old one or the new one, whole; of several writers at once, one's.
-        What lies in reach of `crop` beyond `rollback` is not written. Raises CacheFileError.
+        What lies in reach of `crop` beyond `rollback` is not written. Raises CacheFileError when it cannot be written,
+        InputError when a forward into the cache broke off, so that its layers hold different tokens.
         """
+        ends = {layer.get_seq_length() for layer in self.layers if isinstance(layer, BufferedLayer)}
+        if len(ends) > 1 or (self.history is not None and self.history.interrupted):
+            raise InputError(
+                "a change of this cache did not end, and its layers may hold different tokens: reset it first"
+            )
         manifest, tensors = snapshot.take(self.layers, self.layout, self.history)
         seen = None if all(self.is_linear) else self.get_seq_length()
         more = {"version": version("windowkv"), "rollback": self.rollback, "tokens": seen}
@@ -141,36 +153,39 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was, integers `[B']`. Raises InputError for a row that is not there."""
-        rows = self._checked_rows(beam_idx)
-        super().reorder_cache(rows)
-        if self.history is not None:
-            self.history.take_rows(rows)
+        self._take_rows(self._checked_rows(beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only rows `indices`: integers `[B']`, or a mask `[B]`. Raises InputError for one that is not there."""
-        rows = self._checked_rows(indices)
-        super().batch_select_indices(rows)
-        if self.history is not None:
-            self.history.take_rows(rows)
+        self._take_rows(self._checked_rows(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself. Raises InputError below 1."""
         if not isinstance(repeats, int) or repeats < 1:
             raise InputError(f"repeats={repeats!r}: every row can be repeated 1 time or more")
-        super().batch_repeat_interleave(repeats)
+        if self.rows is not None:
+            self._take_rows(torch.arange(self.rows).repeat_interleave(repeats))
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Mark the history while layers change one by one; when that breaks off, the mark stays."""
+        history = self.history
+        if history is not None:
+            history.begin_change()
+        yield
+        if history is not None:
+            history.end_change()
+
+    def _take_rows(self, rows: Tensor) -> None:
+        # Some of transformers' own layers know no other selection of rows than this one.
+        with self._changing():
+            super().reorder_cache(rows)
         if self.history is not None:
-            self.history.repeat_rows(repeats)
+            self.history.take_rows(rows)
 
     def _checked_rows(self, selection: Any) -> Tensor:
         rows: Tensor = torch.as_tensor(selection)
-        held = next(
-            (
-                layer.buffer.storages[0].shape[0]
-                for layer in self.layers
-                if isinstance(layer, BufferedLayer) and layer.is_initialized
-            ),
-            None,
-        )
+        held = self.rows
         if rows.dtype == torch.bool:
             if held is not None and rows.numel() != held:
                 raise InputError(f"a mask of {rows.numel()} rows: this cache holds {held}")
@@ -204,6 +219,23 @@ def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int) ->
         BufferedLayer(Retention(spec.window, rollback)) if spec.buffered else layer
         for spec, layer in zip(layout.layers, theirs, strict=False)
     ]
+
+
+def fork_layer(layer: Any) -> Any:
+    """An independent layer: ours shares storage until it is written, transformers' own is copied."""
+    if isinstance(layer, BufferedLayer):
+        return layer.fork()
+    twin = copy.copy(layer)
+    vars(twin).update({name: _copied(value) for name, value in vars(layer).items()})
+    return twin
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return copy.copy(value) if isinstance(value, list) else value
 
 
 def storage_nbytes(cache: Cache) -> int:

@@ -51,19 +51,21 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], manifest:
     A temporary file beside it is filled, synced and renamed, so that a crash at any instant leaves the old file or the
     new one. What earlier crashes left behind is removed. Raises CacheFileError when it cannot be done.
     """
-    target = Path(os.path.realpath(path))
+    target = _target(path)
     metadata = {_MANIFEST: json.dumps({"format": FORMAT, **manifest}), _CHECKSUM: _ZEROS.decode()}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
         _remove_abandoned(target)
         with _temporary(target) as temporary:
             save_file(contiguous, temporary, metadata=metadata)
-            temporary.chmod(temporary.parent.stat().st_mode & 0o666)  # what the umask leaves
+            # The mode that the old file has, or what the umask leaves of a new one.
+            model = target if target.exists() else temporary.parent
+            temporary.chmod(model.stat().st_mode & 0o666)
             _seal(temporary)
             os.replace(temporary, target)
         _sync_folder(target.parent)
     except (OSError, SafetensorError) as why:
-        raise CacheFileError(f"{target} cannot be written, and is as it was: {why}") from why
+        raise CacheFileError(f"{target} cannot be written, and is as it was: {_reason(why)}") from why
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
@@ -82,8 +84,8 @@ def read(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], dict[str, Ten
                 return header.manifest, tensors
         except CacheFileError:
             raise
-        except (OSError, SafetensorError) as why:
-            raise CacheFileError(f"{target} cannot be read: {getattr(why, 'strerror', None) or why}") from why
+        except (OSError, ValueError, SafetensorError) as why:
+            raise CacheFileError(f"{str(target)!r} cannot be read: {_reason(why)}") from why
     raise CacheFileError(f"{target} is replaced faster than it can be read")
 
 
@@ -102,6 +104,22 @@ def verified(path: str | os.PathLike[str]) -> Header:
         return header
 
 
+def _target(path: str | os.PathLike[str]) -> Path:
+    """Where a file goes, links followed. Raises CacheFileError for a place that is taken by something else."""
+    try:
+        target = Path(os.path.realpath(path))
+        taken = target.is_symlink() or (target.exists() and not target.is_file()) or str(path).endswith(os.sep)
+    except (OSError, ValueError) as why:
+        raise CacheFileError(f"{os.fspath(path)!r} cannot be written: {_reason(why)}") from why
+    if taken:
+        raise CacheFileError(f"{path} cannot be written: it is no file")
+    return target
+
+
+def _reason(why: Exception) -> str:
+    return getattr(why, "strerror", None) or str(why)
+
+
 def _header(path: Path, data: mmap) -> Header:
     length = int.from_bytes(data[:_LENGTH], "little")
     head = data[_LENGTH : _LENGTH + length] if length <= len(data) - _LENGTH else b""
@@ -109,7 +127,7 @@ def _header(path: Path, data: mmap) -> Header:
         entries = json.loads(head)
         metadata = entries.pop("__metadata__")
         manifest, checksum = json.loads(metadata[_MANIFEST]), metadata[_CHECKSUM]
-        tensor_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        tensor_bytes = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
         offset = head.index(f'"{_CHECKSUM}":"{checksum}"'.encode()) + len(_CHECKSUM) + len('"":"')
         version = manifest["format"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as why:
@@ -137,12 +155,12 @@ def _mapped(path: Path) -> Iterator[mmap]:
     try:
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
             yield data
-    except ValueError as empty:
-        raise CacheFileError(f"{path} is no cache of windowkv: it is empty") from empty
     except CacheFileError:
         raise
     except OSError as why:
-        raise CacheFileError(f"{path} cannot be read: {why.strerror or why}") from why
+        raise CacheFileError(f"{path} cannot be read: {_reason(why)}") from why
+    except ValueError as why:  # of mmap, for no bytes, or of open, for a name that cannot be one
+        raise CacheFileError(f"{str(path)!r} is no cache of windowkv: {why}") from why
 
 
 def _seal(path: Path) -> None:

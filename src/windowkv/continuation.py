@@ -12,12 +12,12 @@ from torch import Tensor
 
 from windowkv.cache import DynamicSlidingWindowCache
 from windowkv.errors import InputError, RollbackError
-from windowkv.history import TokenHistory, masked_ids
+from windowkv.history import MISSED, UNKNOWN, TokenHistory, masked_ids
 
 logger = logging.getLogger(__name__)
 
 CACHE_NAMES = ("cache", "past_key_values")  # transformers renames the second to the first
-# What a forward may be given besides ids without computing anything else than they say.
+# What a forward may be given besides ids without computing anything else than they say; of others, only zeros.
 _BESIDES_IDS = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position"})
 
 
@@ -38,50 +38,50 @@ def start_recording(cache: DynamicSlidingWindowCache) -> None:
     """
     if cache.history is None and not all(cache.is_linear):
         cache.history = TokenHistory()
-        cache.history.append_unknown(cache.get_seq_length())
+        cache.history.append_same(UNKNOWN, cache.get_seq_length())
 
 
 def before_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note that a cache is about to change, layer by layer; a forward pre-hook."""
-    if (history := _recording(kwargs)) is not None:
-        history.interrupted = True
+    if (history := _recording(_named(module, args, kwargs))) is not None:
+        history.begin_change()
 
 
 def after_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Remember the ids that a cache was fed; a forward hook."""
-    history = _recording(kwargs)
+    arguments = _named(module, args, kwargs)
+    history = _recording(arguments)
     if history is None:
         return
-    new = handed_cache(kwargs).get_seq_length() - len(history)
-    ids = _plain_ids(args, kwargs)
-    if ids is not None and ids.shape[1] <= new:
-        history.append_unknown(new - ids.shape[1])
-        history.append(ids)
+    new = handed_cache(arguments).get_seq_length() - len(history)
+    ids = _plain_ids(arguments)
+    if ids is None:
+        history.append_same(UNKNOWN, new)
     else:
-        history.append_unknown(new)
-    history.interrupted = False
+        history.append_same(MISSED, new - ids.shape[1])
+        history.append(ids)
+    history.end_change()
 
 
 def align(cache: DynamicSlidingWindowCache, ids: Tensor, mask: Tensor | None) -> None:
     """Bring a cache back to where it agrees with a whole text, ids and mask `[B, n]`, and leaves a token to be run.
 
-    Where that is out of reach, the cache is emptied, and the text will be computed anew.
+    Where that is out of reach, the cache is emptied, and the text will be computed anew. Raises InputError for texts
+    that are not as many as the cache holds.
     """
     history = cache.history
     if history is None:
         return
-    seen = cache.get_seq_length()
     if history.interrupted:
-        logger.warning("a forward into this cache did not end: its %d tokens are computed again", ids.shape[1])
+        logger.warning("a change of this cache did not end: %d tokens are computed anew", ids.shape[1])
         cache.reset()
         return
+    check_rows(cache, ids)
+    seen = cache.get_seq_length()
     if not seen:
         return
-    history.append_unknown(seen - len(history))
-    if history.rows not in (1, len(ids)):
-        return  # no continuation of these texts: the layers say so themselves
-    common = history.common_prefix(masked_ids(ids, mask))
-    target = max(0, min(common, ids.shape[1] - 1))
+    history.append_same(MISSED, seen - len(history))
+    common, target = _agreement(cache, ids, mask)
     if target == seen:
         return
     try:
@@ -95,27 +95,63 @@ def align(cache: DynamicSlidingWindowCache, ids: Tensor, mask: Tensor | None) ->
         logger.info("the text differs from this cache's after %d of its %d tokens, and goes on there", common, seen)
 
 
+def reusable(cache: DynamicSlidingWindowCache, ids: Tensor) -> int:
+    """How many tokens of a whole text, ids `[B, n]` without padding, `align` would leave in a cache."""
+    trial = cache.fork()
+    start_recording(trial)
+    target, seen = _agreement(trial, ids, None)[1], trial.get_seq_length()
+    try:
+        trial.crop(target - seen)
+    except RollbackError:
+        return 0
+    return target
+
+
+def check_rows(cache: DynamicSlidingWindowCache, ids: Tensor) -> None:
+    """Raise InputError when ids `[B, n]` cannot continue the rows that a cache holds; one row serves any number."""
+    if cache.rows in (None, len(ids)) or (cache.rows == 1 and not cache.layout.foreign):
+        return
+    raise InputError(
+        f"a batch of {len(ids)}, but this cache holds {cache.rows} rows: "
+        "select or repeat its rows first (batch_select_indices, batch_repeat_interleave), or use a new cache"
+    )
+
+
 def start_anew(cache: DynamicSlidingWindowCache) -> None:
-    """Empty a cache for assisted decoding, which in transformers feeds the whole prompt on top of what is there."""
+    """Empty a cache for assisted decoding, which in transformers feeds a whole prompt on top of what is there."""
     if cache.history is not None and (cache.get_seq_length() or cache.history.interrupted):
         logger.warning("assisted decoding feeds the whole prompt: the %d tokens held go", cache.get_seq_length())
         cache.reset()
 
 
-def check_uninterrupted(cache: DynamicSlidingWindowCache) -> None:
+def check_continuable(cache: DynamicSlidingWindowCache, ids: Tensor) -> None:
     """Raise InputError when a cache cannot be continued by new tokens alone."""
     if cache.history is not None and cache.history.interrupted:
         raise InputError(
-            "a forward into this cache did not end, and new tokens alone cannot mend it: "
+            "a change of this cache did not end, and new tokens alone cannot mend it: "
             "pass the whole text, or call cache.reset() first"
         )
+    check_rows(cache, ids)
 
 
-def _plain_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _agreement(cache: DynamicSlidingWindowCache, ids: Tensor, mask: Tensor | None) -> tuple[int, int]:
+    """How many tokens of a text a cache has seen, and how many of these leave one to be run."""
+    common = 0 if cache.history is None else cache.history.common_prefix(masked_ids(ids, mask))
+    return common, max(0, min(common, ids.shape[1] - 1))
+
+
+def _named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward, all by name."""
+    return inspect.signature(module.forward).bind_partial(*args).arguments | kwargs if args else kwargs
+
+
+def _plain_ids(arguments: dict[str, Any]) -> Tensor | None:
     """The ids of a forward, padding marked; None where they do not say all that it computes."""
-    ids, mask = kwargs.get("input_ids", args[0] if args else None), kwargs.get("attention_mask")
-    others = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _BESIDES_IDS]
-    if others or not isinstance(ids, Tensor) or ids.ndim != 2:
+    ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+    others = [value for name, value in arguments.items() if isinstance(value, Tensor) and name not in _BESIDES_IDS]
+    if any(value.is_floating_point() or bool(value.any()) for value in others):
+        return None
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
         return None
     if mask is None:
         return ids
@@ -124,9 +160,9 @@ def _plain_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     return masked_ids(ids, mask[:, mask.shape[1] - ids.shape[1] :])
 
 
-def _recording(kwargs: dict[str, Any]) -> TokenHistory | None:
+def _recording(arguments: dict[str, Any]) -> TokenHistory | None:
     # A compiled graph would be compiled anew for every length of the history.
     if torch.compiler.is_compiling():
         return None
-    cache = handed_cache(kwargs)
+    cache = handed_cache(arguments)
     return cache.history if isinstance(cache, DynamicSlidingWindowCache) else None

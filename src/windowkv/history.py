@@ -8,8 +8,9 @@ import copy
 import torch
 from torch import Tensor
 
-UNKNOWN = -2  # fed without ids, or with more than ids: agrees with anything
 PADDING = -1  # hidden by the attention mask: agrees with padding only, whatever its id
+UNKNOWN = -2  # fed with more than ids, or before ids were recorded: agrees with anything
+MISSED = -3  # fed past the recording: agrees with nothing
 _PARTS = 256  # appends after which they are joined, so that a token costs no copy of all before it
 
 
@@ -27,7 +28,7 @@ class TokenHistory:
 
     >>> history = TokenHistory()
     >>> history.append(torch.tensor([[3, 4, 5]]))
-    >>> history.append_unknown(1)
+    >>> history.append_same(UNKNOWN, 1)
     >>> len(history), history.common_prefix(torch.tensor([[3, 4, 5, 6, 7]]))
     (4, 4)
     >>> history.common_prefix(torch.tensor([[3, 9]]))
@@ -38,11 +39,25 @@ class TokenHistory:
         """Start with integers `[B, n]`, or with nothing."""
         self._parts = [] if tokens is None else [tokens.to(torch.int32)]
         self._length = 0 if tokens is None else tokens.shape[1]
-        self.interrupted = False  # a forward began and did not end: the layers may hold different tokens
+        self._changing = self._broken = False
 
     def __len__(self) -> int:
         """Tokens fed."""
         return self._length
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether some change of the cache began and did not end, so that its layers may hold different tokens."""
+        return self._broken or self._changing
+
+    def begin_change(self) -> None:
+        """Note that layers are about to change, one by one."""
+        self._broken = self.interrupted
+        self._changing = True
+
+    def end_change(self) -> None:
+        """Note that all of them have changed."""
+        self._changing = False
 
     @property
     def tokens(self) -> Tensor:
@@ -65,10 +80,10 @@ class TokenHistory:
         )
         self._length += ids.shape[1]
 
-    def append_unknown(self, count: int) -> None:
-        """Add tokens of which no ids are known; none for a count below 1."""
+    def append_same(self, mark: int, count: int) -> None:
+        """Add UNKNOWN or MISSED tokens; none for a count below 1."""
         if count > 0:
-            self.append(torch.full((1, count), UNKNOWN, dtype=torch.int32))
+            self.append(torch.full((1, 1), mark, dtype=torch.int32).expand(1, count))
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
@@ -80,17 +95,17 @@ class TokenHistory:
         if self.rows > 1:
             self._parts = [self.tokens.index_select(0, rows.to(self.tokens.device))]
 
-    def repeat_rows(self, repeats: int) -> None:
-        """Repeat every row, next to itself."""
-        if self.rows > 1:
-            self._parts = [self.tokens.repeat_interleave(repeats, dim=0)]
-
     def common_prefix(self, ids: Tensor) -> int:
         """How many of the first tokens agree with ids `[B, n]`, in every row."""
-        width = min(self._length, ids.shape[1])
-        known, ids = self.tokens[:, :width].to(ids.device), ids[:, :width]
-        agree = ((known == ids) | (known == UNKNOWN)).all(dim=0)
-        return int(agree.int().cumprod(dim=0).sum())
+        agreed = 0
+        for part in self._parts:
+            theirs = ids[:, agreed : agreed + part.shape[1]]
+            ours = part[:, : theirs.shape[1]].to(ids.device)
+            agree = ((ours == theirs) | (ours == UNKNOWN)).all(dim=0)
+            agreed += int(agree.int().cumprod(dim=0).sum())
+            if not bool(agree.all()) or theirs.shape[1] < part.shape[1]:
+                break
+        return agreed
 
     def fork(self) -> "TokenHistory":
         """An independent history of the same tokens, which it shares."""

@@ -16,7 +16,6 @@ from packaging.version import Version
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
-from transformers.generation import GenerationMode
 
 from windowkv.attention_interface import base_name, fast_name
 from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache
@@ -25,12 +24,13 @@ from windowkv.continuation import (
     after_forward,
     align,
     before_forward,
-    check_uninterrupted,
+    check_continuable,
     handed_cache,
     start_anew,
     start_recording,
 )
-from windowkv.errors import OptionError, UnsupportedModelError
+from windowkv.errors import InputError, OptionError, UnsupportedModelError
+from windowkv.layout import difference, read_layout
 from windowkv.prefix.prompt import Feed, feed_through, is_one_text
 from windowkv.prefix.store import PrefixStore
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT")
 
-_MAKES_CACHE, _FEEDS_PROMPT = "_prepare_cache_for_generation", "_prefill"
+_MAKES_CACHE, _FEEDS_PROMPT, _DRAFTS = "_prepare_cache_for_generation", "_prefill", "_get_candidate_generator"
 # Tokens of a prompt that are read in one forward. Of 512, 1,024 and 2,048, which differ by a tenth in time, the largest
 # that takes no more memory than transformers does with the chunk that is best for it (Gemma 3 270M, 8k and 16k tokens).
 PREFILL_CHUNK = 1024
@@ -111,6 +111,7 @@ def enable(
     disable(target)
     setattr(target, _MAKES_CACHE, _CachePreparation(target, options, _recording_hooks(target)))
     setattr(target, _FEEDS_PROMPT, _Prefill(target, options))
+    setattr(target, _DRAFTS, _Drafting(target, options))
     if attention == "auto" and (fast := fast_name(target, layout)):
         _set_attention(target, fast)
     return model
@@ -119,10 +120,12 @@ def enable(
 def disable(model: ModelT) -> ModelT:
     """Undo `enable`: the object is as if it had never been enabled. Does nothing to a model that is not enabled."""
     target = _generating(model)
-    if (preparation := vars(target).pop(_MAKES_CACHE, None)) is not None:
+    preparation = vars(target).pop(_MAKES_CACHE, None)
+    if preparation is not None and preparation.belongs_to(target):  # else this is a shallow copy of another
         for hook in preparation.hooks:
             hook.remove()
-    vars(target).pop(_FEEDS_PROMPT, None)
+    for seam in (_FEEDS_PROMPT, _DRAFTS):
+        vars(target).pop(seam, None)
     _set_attention(target, base_name(_decoder_config(target)._attn_implementation))
     return model
 
@@ -185,6 +188,10 @@ class _Seam:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._model, self.options, self.hooks = weakref.ref(state[0]), state[1], state[2]
 
+    def belongs_to(self, model: Any) -> bool:
+        """Whether it was made for that object, not for one that it is a shallow copy of."""
+        return self._model() is model
+
     @property
     def model(self) -> Any:
         model = self._model()
@@ -210,9 +217,8 @@ class _CachePreparation(_Seam):
             _replace_caches(model_kwargs, options.new_cache(model.config), drafts=generation_config.is_assistant)
         cache = handed_cache(model_kwargs)
         if isinstance(cache, DynamicSlidingWindowCache) and not model.config.is_encoder_decoder:
+            _check_layout(cache, model.config)
             start_recording(cache)
-            if GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values()):
-                start_anew(cache)
 
 
 class _Prefill(_Seam):
@@ -222,13 +228,12 @@ class _Prefill(_Seam):
         """Let transformers feed what is left of the prompt once the cache is brought back to where they agree."""
         model, cache = self.model, handed_cache(model_kwargs)
         if isinstance(cache, DynamicSlidingWindowCache) and not model.config.is_encoder_decoder:
-            mask = model_kwargs.get("attention_mask")
-            # As transformers has it: a mask of another length says that these are new tokens only.
-            width = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-            if model_kwargs.get("inputs_embeds") is not None or width != input_ids.shape[1]:
-                check_uninterrupted(cache)
+            if model_kwargs.get("inputs_embeds") is not None or not _is_whole(
+                input_ids, generation_config, model_kwargs
+            ):
+                check_continuable(cache, input_ids)
             else:
-                align(cache, input_ids, mask)
+                align(cache, input_ids, model_kwargs.get("attention_mask"))
         # This is generate's own copy of the config, made for one call.
         if generation_config.prefill_chunk_size is None and _can_be_chunked(model, model_kwargs):
             generation_config.prefill_chunk_size = self.options.prefill_chunk
@@ -238,6 +243,42 @@ class _Prefill(_Seam):
             return feed(input_ids, generation_config, model_kwargs)
         store.bind(model)  # a copy of a model has a store of its own
         return feed_through(store, feed, input_ids, generation_config, model_kwargs)
+
+
+class _Drafting(_Seam):
+    """Where assisted decoding begins."""
+
+    def __call__(
+        self,
+        generation_config: Any,
+        input_ids: Tensor,
+        inputs_tensor: Any,
+        logits_processor: Any,
+        model_kwargs: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Empty the cache when the whole prompt will be fed, and let transformers choose who drafts."""
+        model, cache = self.model, handed_cache(model_kwargs)
+        if isinstance(cache, DynamicSlidingWindowCache) and not model.config.is_encoder_decoder:
+            if _is_whole(input_ids, generation_config, model_kwargs):
+                start_anew(cache)
+            else:
+                check_continuable(cache, input_ids)
+        choose = getattr(type(model), _DRAFTS)
+        return choose(model, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, **kwargs)
+
+
+def _is_whole(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """As transformers has it: a mask of another length than the ids says that these are new tokens only."""
+    mask = model_kwargs.get("attention_mask")
+    width = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    return bool(width == input_ids.shape[1])
+
+
+def _check_layout(cache: DynamicSlidingWindowCache, config: Any) -> None:
+    unlike = difference(cache.layout, read_layout(config))
+    if unlike:
+        raise InputError(f"this cache is for another model: {unlike}")
 
 
 def _feed(feed: Feed, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:

@@ -71,6 +71,18 @@ class CacheLayout:
         return tuple(i for i, layer in enumerate(self.layers) if not layer.buffered and layer.kind != "shared")
 
 
+def difference(one: CacheLayout, other: CacheLayout) -> str | None:
+    """What the first layer that differs has in one layout instead of in the other; None when they are equal."""
+    if len(one.layers) != len(other.layers):
+        return f"{len(one.layers)} layers instead of {len(other.layers)}"
+    for i, pair in enumerate(zip(one.layers, other.layers, strict=True)):
+        theirs, ours = (vars(spec) for spec in pair)
+        unlike = [f"{key} {theirs[key]} instead of {ours[key]}" for key in ours if theirs[key] != ours[key]]
+        if unlike:
+            return f"layer {i} has {', '.join(unlike)}"
+    return None
+
+
 def read_layout(config: Any) -> CacheLayout:
     """The cache layout of a transformers config; of the text part when there are several.
 

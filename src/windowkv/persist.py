@@ -5,7 +5,7 @@ Knows what must agree between a file and a model. Knows nothing of bytes on the 
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from transformers import PreTrainedConfig
 from windowkv import cache_file, snapshot
 from windowkv.cache import DynamicSlidingWindowCache
 from windowkv.errors import CacheFileError, OptionError
+from windowkv.layout import CacheLayout, LayerSpec, difference
+
+_MOST = 1 << 40  # tokens that a file may say that it has seen
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    rollback: int | None = None,
 ) -> DynamicSlidingWindowCache:
     """The cache that `cache.save(path)` wrote, for a model of the same config.
 
@@ -49,24 +53,29 @@ def load(
         config: the model's config, or one that contains it as its text part.
         dtype: what keys and values are converted to. Without it, a file of another dtype than the config's is refused.
         device: where the tensors go; the CPU without it.
+        rollback: how far back `crop` can go from what is fed from now on, in tokens; as saved without it.
 
     Raises:
         CacheFileError: the file is missing, no cache, of a newer format, damaged, or of another layout or dtype.
         ConfigError: as DynamicSlidingWindowCache.
-        OptionError: dtype is no floating-point dtype.
+        OptionError: dtype is no floating-point dtype, there is no such device, or rollback is no integer >= 0.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise OptionError(f"dtype={dtype!r}: a floating-point dtype, such as torch.bfloat16")
+    if rollback is not None:
+        DynamicSlidingWindowCache(config, rollback)  # a mistake of the caller's is no fault of the file
     manifest, tensors = cache_file.read(path)
+    info = _info(path, manifest, 0)
+    cache = DynamicSlidingWindowCache(config, info.rollback if rollback is None else rollback)
     try:
-        cache = DynamicSlidingWindowCache(config, rollback=manifest["rollback"])
-        _check_layout(manifest, cache)
+        if unlike := difference(_layout(manifest), cache.layout):
+            raise CacheFileError(f"it is of another model: {unlike}")
         if dtype is None:
-            _check_dtype(manifest, config.get_text_config(decoder=True))
+            _check_dtype(tensors, config.get_text_config(decoder=True))
         moved = {name: _moved(tensor, dtype, device) for name, tensor in tensors.items()}
         snapshot.restore(cache.layers, cache.layout, manifest, moved)
-        cache.history = snapshot.restore_history(manifest, tensors, manifest["tokens"])
-    except (CacheFileError, KeyError, OptionError) as why:
+        cache.history = snapshot.restore_history(tensors, info.tokens)
+    except CacheFileError as why:
         raise CacheFileError(f"{path}: {why}") from why
     return cache
 
@@ -74,43 +83,52 @@ def load(
 def describe(path: str | os.PathLike[str], *, verify: bool = False) -> CacheFileInfo:
     """What is in a file, without loading it. Raises CacheFileError as `load` does, for damage only with `verify`."""
     header = (cache_file.verified if verify else cache_file.read_header)(path)
-    manifest = header.manifest
+    return _info(path, header.manifest, header.tensor_bytes)
+
+
+def _info(path: str | os.PathLike[str], manifest: Mapping[str, Any], tensor_bytes: int) -> CacheFileInfo:
+    """A manifest whose every entry is of the kind that it should be."""
     try:
-        kinds = [spec["kind"] for spec in manifest["layout"]]
-        windows = {spec["window"] for spec in manifest["layout"]} - {None}
+        layout = _layout(manifest)
+        kinds = [spec.kind for spec in layout.layers]
+        seen = manifest["tokens"]
         return CacheFileInfo(
             format=manifest["format"],
-            version=manifest["version"],
-            tokens=manifest["tokens"],
-            rollback=manifest["rollback"],
-            dtypes=tuple(manifest["dtypes"]),
+            version=str(manifest["version"]),
+            tokens=None if seen is None else _count(seen),
+            rollback=_count(manifest["rollback"]),
+            dtypes=tuple(map(str, manifest["dtypes"])),
             kinds={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
-            windows=tuple(sorted(windows)),
-            tensor_bytes=header.tensor_bytes,
-            ids_sha256=manifest.get("ids_sha256"),
+            windows=tuple(sorted({_count(spec.window) for spec in layout.layers if spec.window is not None})),
+            tensor_bytes=tensor_bytes,
+            ids_sha256=None if manifest.get("ids_sha256") is None else str(manifest["ids_sha256"]),
         )
-    except (KeyError, TypeError) as why:
-        raise CacheFileError(f"{path} is no cache of windowkv: {why}") from why
+    except (KeyError, TypeError, ValueError) as why:
+        raise CacheFileError(f"{path} is no cache of windowkv: its manifest is wrong, {why}") from why
 
 
-def _check_layout(manifest: Mapping[str, Any], cache: DynamicSlidingWindowCache) -> None:
-    theirs, ours = manifest["layout"], [asdict(spec) for spec in cache.layout.layers]
-    if len(theirs) != len(ours):
-        raise CacheFileError(f"it is of a model with {len(theirs)} layers, and this one has {len(ours)}")
-    for i, (their, our) in enumerate(zip(theirs, ours, strict=True)):
-        if their != our:
-            unlike = ", ".join(
-                f"{key} {their.get(key)} instead of {our[key]}" for key in our if their.get(key) != our[key]
-            )
-            raise CacheFileError(f"it is of another model: its layer {i} has {unlike}")
+def _layout(manifest: Mapping[str, Any]) -> CacheLayout:
+    return CacheLayout(tuple(LayerSpec(**spec) for spec in manifest["layout"]))
 
 
-def _check_dtype(manifest: Mapping[str, Any], decoder: Any) -> None:
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < _MOST:
+        raise ValueError(f"{value!r} is no number of tokens")
+    return value
+
+
+def _check_dtype(tensors: Mapping[str, Tensor], decoder: Any) -> None:
     wanted = str(getattr(decoder, "dtype", None) or "").removeprefix("torch.")
-    if wanted and manifest["dtypes"] not in ([], [wanted]):
-        held = " and ".join(manifest["dtypes"])
-        raise CacheFileError(f"it holds {held}, and the config says {wanted}: pass dtype=torch.{wanted} to convert it")
+    held = sorted({str(each.dtype).removeprefix("torch.") for each in tensors.values() if each.is_floating_point()})
+    if wanted and held and held != [wanted]:
+        raise CacheFileError(
+            f"it holds {' and '.join(held)}, and the config says {wanted}: "
+            f"pass dtype=torch.{held[0]} if that is what the model computes in, or dtype=torch.{wanted} to convert it"
+        )
 
 
 def _moved(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
-    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+    try:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+    except (RuntimeError, AssertionError, TypeError) as why:
+        raise OptionError(f"device={device!r}: {str(why).splitlines()[0]}") from why

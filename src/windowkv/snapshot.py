@@ -45,22 +45,20 @@ def restore(
     """Fill new layers with what `take` gave. Raises CacheFileError when it does not fit them."""
     entries = manifest.get("layers")
     if not isinstance(entries, list) or len(entries) != len(layers):
-        raise CacheFileError(f"it holds {len(entries or [])} layers, and the model has {len(layers)}")
+        raise CacheFileError(f"its layers are not the {len(layers)} of the model")
     # Older releases of transformers make no layers for those that share, which come last.
     for i, (layer, spec, entry) in enumerate(zip(layers, layout.layers, entries, strict=False)):
         named = {name.removeprefix(f"{i}."): tensor for name, tensor in tensors.items() if name.startswith(f"{i}.")}
         try:
             if isinstance(layer, BufferedLayer):
-                _restore_buffered(layer, spec, entry, named)
+                _restore_buffered(layer, spec, entry, named, manifest["tokens"])
             else:
                 _restore_foreign(layer, entry, named)
-        except (KeyError, TypeError, ValueError, AttributeError) as wrong:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as wrong:
             raise CacheFileError(f"its layer {i} cannot be one of {spec}: {wrong}") from wrong
 
 
-def restore_history(
-    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], seen: int | None
-) -> TokenHistory | None:
+def restore_history(tensors: Mapping[str, Tensor], seen: int | None) -> TokenHistory | None:
     """The ids that were saved; None where none were."""
     tokens = tensors.get(_IDS)
     if tokens is None:
@@ -76,11 +74,11 @@ def _buffered(layer: BufferedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _restore_buffered(
-    layer: BufferedLayer, spec: LayerSpec, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    layer: BufferedLayer, spec: LayerSpec, entry: Mapping[str, Any], tensors: Mapping[str, Tensor], seen: int
 ) -> None:
     span, retention = Span(entry["start"], entry["end"]), layer.buffer.retention
-    if not 0 <= span.start <= span.end or span.held < tail_length(span.end, retention.window):
-        raise ValueError(f"positions {span.start} to {span.end} with a window of {retention.window}")
+    if span.end != seen or not 0 <= span.start <= span.end or span.held < tail_length(span.end, retention.window):
+        raise ValueError(f"positions {span.start} to {span.end} of {seen} with a window of {retention.window}")
     if not tensors and not span.end:
         return
     states = (tensors["keys"], tensors["values"])
@@ -88,6 +86,7 @@ def _restore_buffered(
         if state.shape != (states[0].shape[0], spec.kv_heads, span.held, dim):
             raise ValueError(f"a tensor {list(state.shape)} for positions {span.start} to {span.end}")
     layer.buffer = Buffer.over(retention, span, states)
+    layer.buffer = Buffer.over(retention, *layer.buffer.kept())  # less, where the rollback is less than it was
 
 
 def _foreign(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

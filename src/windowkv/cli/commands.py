@@ -148,7 +148,8 @@ def generate(
     ] = None,
     dtype: Precision = DType.FLOAT32,
     load_cache: Annotated[
-        Path | None, typer.Option(help="A saved cache: what the text shares with it is not computed again.")
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="A saved cache: what the text shares with it is not computed."),
     ] = None,
     save_cache: Annotated[
         Path | None, typer.Option(callback=_new_file, help="Where the cache goes, prompt and continuation.")
@@ -160,7 +161,7 @@ def generate(
     from transformers import TextStreamer
 
     from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache
-    from windowkv.continuation import cache_name
+    from windowkv.continuation import cache_name, reusable
     from windowkv.integration import enable
     from windowkv.persist import load as load_file
 
@@ -170,8 +171,8 @@ def generate(
         ids = encode(tokenizer, source)
         # A saved cache is to serve another continuation of the same prompt too.
         room = rollback if rollback is not None else max(ROLLBACK, max_new_tokens if save_cache else 0)
-        loaded = load_file(load_cache, network.config, dtype=network.dtype) if load_cache else None
-    shared = loaded.history.common_prefix(ids) if loaded is not None and loaded.history is not None else None
+        loaded = load_file(load_cache, network.config, dtype=network.dtype, rollback=room) if load_cache else None
+    reused = reusable(loaded, ids) if loaded is not None else 0
     with _enough_positions(network, ids.shape[1] + max_new_tokens):
         output = enable(network, rollback=room).generate(
             ids,
@@ -183,7 +184,7 @@ def generate(
         )
     say(reports.generation_sentence(network, output, prompt_tokens=ids.shape[1]))
     if load_cache:
-        say(f"{load_cache}: {'no ids' if shared is None else f'{shared:,}'} of the prompt's tokens were there")
+        say(f"{reused:,} of the prompt's {ids.shape[1]:,} tokens were taken from {load_cache}")
     if save_cache:
         cache = next((value for value in output.values() if isinstance(value, DynamicSlidingWindowCache)), None)
         if cache is None:

@@ -188,6 +188,7 @@ def cache_file_report(info: "CacheFileInfo") -> dict[str, Any]:
 def cache_file_table(info: "CacheFileInfo", *, title: str) -> Table:
     """What a file holds, for a reader."""
     table = _table(title, "", "")
+    table.columns[1].overflow = "fold"
     windows = f", windows {', '.join(f'{window:,}' for window in info.windows)}" if info.windows else ""
     table.add_row("tokens seen", "not counted" if info.tokens is None else f"{info.tokens:,}")
     table.add_row("layers", ", ".join(f"{count} {kind}" for kind, count in info.kinds.items()) + windows)

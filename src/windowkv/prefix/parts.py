@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from windowkv.buffers import Buffer
-from windowkv.cache import DynamicSlidingWindowCache, layers_nbytes
+from windowkv.cache import DynamicSlidingWindowCache, fork_layer, layers_nbytes
 from windowkv.layers import BufferedLayer
 from windowkv.window import Span
 
@@ -52,7 +52,7 @@ def take_checkpoint(cache: DynamicSlidingWindowCache, row: int) -> Checkpoint:
             layers[i], back = _taken(layer, row)
             room = min(room, back)
         elif spec.kind != "full":
-            layers[i] = copy.deepcopy(layer)
+            layers[i] = fork_layer(layer)
             if spec.kind != "shared":
                 room = 0
                 layers[i].reorder_cache(torch.tensor([row]))
@@ -77,11 +77,9 @@ def assemble(
     """A cache that has seen `point` tokens, `back` fewer than the checkpoint; nothing is copied until it is written."""
     cache = DynamicSlidingWindowCache(config, rollback=checkpoint.rollback)
     for i, layer in checkpoint.layers.items():
+        cache.layers[i] = fork_layer(layer)
         if isinstance(layer, BufferedLayer):
-            cache.layers[i] = layer.fork()
             cache.layers[i].buffer.take_back(back)
-        else:
-            cache.layers[i] = copy.deepcopy(layer)
     columns = list(zip(*blocks, strict=True))
     for layer, pairs in zip(full_layers(cache), columns, strict=True):
         pieces = tuple(zip(*pairs, strict=True))
