@@ -189,7 +189,7 @@ def test_a_cache_of_another_text_is_refused() -> None:
         store.insert(ids, cache)
     with pytest.raises(InputError, match="other tokens"):
         store.insert(tokens(1, 40, seed=3), cache)
-    assert store.stats.entries == 1  # the prompt, which generate left
+    assert store.stats.entries == 2  # the prompt and its continuation, which generate left
 
 
 def test_a_store_serves_one_model() -> None:
@@ -260,7 +260,7 @@ def test_the_copy_of_a_model_has_a_store_of_its_own(twin: Any) -> None:
     generated(model, ids, 3)
     other = twin(model)
     assert torch.equal(generated(other, joined(ids, ids), 5), uncached(model, joined(ids, ids), 5))
-    assert (store.stats.hits, store.stats.entries) == (0, 1)
+    assert (store.stats.hits, store.stats.entries) == (0, 2)
 
 
 # --- generate
@@ -296,7 +296,7 @@ def test_a_growing_chat(name: str) -> None:
         with counted(model) as widths:
             reply = generated(model, history, 6)
         assert torch.equal(reply, uncached(shared_model(name), history, 6))
-        assert sum(widths) == (40 if not turn else 6 + 5) + 5
+        assert sum(widths) == (40 if not turn else 1 + 5) + 5
         history = joined(history, reply, tokens(1, 5, seed=turn))
     assert store.stats.hits == 29
 
@@ -345,14 +345,51 @@ def test_beams_samples_and_chunks(name: str, options: dict[str, Any]) -> None:
     assert store.stats.hits >= 1
 
 
-def test_rows_of_several_texts_and_padding_pass_the_store_by() -> None:
+def test_padding_passes_the_store_by() -> None:
     model, store = served("mistral")
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :5] = 0
-    for each in (mask, torch.ones_like(mask)):
-        expected = uncached(shared_model("mistral"), ids, 5, each)
-        assert torch.equal(generated(model, ids, 5, each), expected)
+    assert torch.equal(generated(model, ids, 5, mask), uncached(shared_model("mistral"), ids, 5, mask))
     assert (store.stats.entries, store.stats.hits) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma3n", "llama4-chunk8", *STATEFUL])
+def test_rows_of_a_batch_reuse_what_they_have_in_common(name: str) -> None:
+    model, _ = served(name, rollback=2)
+    system = tokens(1, 100)
+    for request in range(4):
+        text = joined(system.expand(3, -1), tokens(3, 20, seed=10 + request))
+        with counted(model) as widths:
+            reply = generated(model, text, 6)
+        assert torch.equal(reply, generated(shared_or(name), text, 6, **fresh(name)))
+        assert sum(widths) == (120 if request < 2 else 20) + 5
+    again = joined(text, tokens(3, 4, seed=8))
+    with counted(model) as widths:
+        reply = generated(model, again, 6)
+    assert torch.equal(reply, generated(shared_or(name), again, 6, **fresh(name)))
+    assert widths[0] == 4
+
+
+def test_rows_that_share_less_are_resumed_where_all_can_be() -> None:
+    model, store = served("mistral", rollback=40)
+    one, other = tokens(1, 100), tokens(1, 100, seed=1)
+    for text in (one, other[:, :70]):
+        store.insert(text, filled(model, text, rollback=40))
+    text = joined(torch.cat((one, other)), tokens(2, 10, seed=2))
+    cache = store.lookup_rows(list(text))
+    assert cache is not None
+    assert (cache.get_seq_length(), cache.rows) == (70, 2)
+    torch.testing.assert_close(fed(model, cache, text[:, 70:]), logits(model, text)[:, 70:], atol=1e-4, rtol=0)
+    assert store.lookup_rows([one[0], tokens(1, 50, seed=9)[0]]) is None
+
+
+def test_what_was_fed_unseen_is_never_stored() -> None:
+    model, store = served("mistral")
+    cache = DynamicSlidingWindowCache(model.config)
+    fed(model, cache, tokens(1, 30), 30)
+    placeholders = joined(torch.full((1, 30), 5), tokens(1, 4, seed=2))
+    generated(model, placeholders, 5, **cache_argument(model, cache))
+    assert store.stats.entries == 0
 
 
 def test_a_generation_that_breaks_off_leaves_the_store_whole() -> None:

@@ -50,6 +50,11 @@ class TokenHistory:
         """Whether some change of the cache began and did not end, so that its layers may hold different tokens."""
         return self._broken or self._changing
 
+    @property
+    def complete(self) -> bool:
+        """Whether every id is known, and no change broke off."""
+        return not self.interrupted and bool((self.tokens >= PADDING).all())
+
     def begin_change(self) -> None:
         """Note that layers are about to change, one by one."""
         self._broken = self.interrupted

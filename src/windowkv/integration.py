@@ -31,7 +31,7 @@ from windowkv.continuation import (
 )
 from windowkv.errors import InputError, OptionError, UnsupportedModelError
 from windowkv.layout import difference, read_layout
-from windowkv.prefix.prompt import Feed, feed_through, is_one_text
+from windowkv.prefix.prompt import Feed, feed_through, is_plain_text, leaving_ends
 from windowkv.prefix.store import PrefixStore
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT")
 
 _MAKES_CACHE, _FEEDS_PROMPT, _DRAFTS = "_prepare_cache_for_generation", "_prefill", "_get_candidate_generator"
+_GENERATES = "generate"
 # Tokens of a prompt that are read in one forward. Of 512, 1,024 and 2,048, which differ by a tenth in time, the largest
 # that takes no more memory than transformers does with the chunk that is best for it (Gemma 3 270M, 8k and 16k tokens).
 PREFILL_CHUNK = 1024
@@ -89,8 +90,8 @@ def enable(
             recurrent layers, are read at once.
         attention: "auto" computes only what each layer's window lets a query see, where that is known to give the
             model's own result, and otherwise does as "model", which leaves the model's attention as it is.
-        prefix_store: where prompts find what others had computed of their beginning, and leave what they compute: every
-            prompt of ids alone without padding, whose rows are equal.
+        prefix_store: where prompts of ids alone, without padding, find what others had computed of their beginning, and
+            leave what they compute, single texts with their continuation.
 
     Raises:
         UnsupportedModelError: the object has no `generate` of transformers.
@@ -112,6 +113,8 @@ def enable(
     setattr(target, _MAKES_CACHE, _CachePreparation(target, options, _recording_hooks(target)))
     setattr(target, _FEEDS_PROMPT, _Prefill(target, options))
     setattr(target, _DRAFTS, _Drafting(target, options))
+    if prefix_store is not None:
+        setattr(target, _GENERATES, _Generating(target, options))
     if attention == "auto" and (fast := fast_name(target, layout)):
         _set_attention(target, fast)
     return model
@@ -124,7 +127,7 @@ def disable(model: ModelT) -> ModelT:
     if preparation is not None and preparation.belongs_to(target):  # else this is a shallow copy of another
         for hook in preparation.hooks:
             hook.remove()
-    for seam in (_FEEDS_PROMPT, _DRAFTS):
+    for seam in (_FEEDS_PROMPT, _DRAFTS, _GENERATES):
         vars(target).pop(seam, None)
     _set_attention(target, base_name(_decoder_config(target)._attn_implementation))
     return model
@@ -239,10 +242,21 @@ class _Prefill(_Seam):
             generation_config.prefill_chunk_size = self.options.prefill_chunk
         feed = partial(_feed, partial(getattr(type(model), _FEEDS_PROMPT), model, **kwargs))
         store = self.options.prefix_store
-        if store is None or generation_config.is_assistant or not is_one_text(cache, input_ids, model_kwargs):
+        if store is None or generation_config.is_assistant or not is_plain_text(cache, input_ids, model_kwargs):
             return feed(input_ids, generation_config, model_kwargs)
         store.bind(model)  # a copy of a model has a store of its own
         return feed_through(store, feed, input_ids, generation_config, model_kwargs)
+
+
+class _Generating(_Seam):
+    """What is left in a store when generate is done; stands there only where there is a store."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate, and leave where the text ends."""
+        model, store = self.model, self.options.prefix_store
+        store.bind(model)
+        with leaving_ends(store):
+            return getattr(type(model), _GENERATES)(model, *args, **kwargs)
 
 
 class _Drafting(_Seam):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from windowkv.buffers import Buffer
 from windowkv.cache import DynamicSlidingWindowCache, fork_layer, layers_nbytes
+from windowkv.history import TokenHistory
 from windowkv.layers import BufferedLayer
 from windowkv.window import Span
 
@@ -85,6 +86,41 @@ def assemble(
         pieces = tuple(zip(*pairs, strict=True))
         layer.buffer = Buffer.in_pieces(layer.buffer.retention, Span(0, point), pieces)
     return cache
+
+
+def stack(caches: list[DynamicSlidingWindowCache]) -> DynamicSlidingWindowCache:
+    """One cache of the rows of several, which have seen as many tokens; a single one as it is."""
+    first = caches[0]
+    if len(caches) == 1:
+        return first
+    for i, layer in enumerate(first.layers):
+        others = [cache.layers[i] for cache in caches]
+        if isinstance(layer, BufferedLayer):
+            layer.buffer = _stacked([other.buffer for other in others])
+        else:
+            _stack_states(layer, others)
+    histories = [cache.history.tokens for cache in caches if cache.history is not None]
+    first.history = TokenHistory(torch.cat(histories)) if len(histories) == len(caches) else None
+    return first
+
+
+def _stacked(buffers: list[Buffer]) -> Buffer:
+    held = min(buffer.kept()[0].held for buffer in buffers)
+    end = buffers[0].span.end
+    rows = [[state[:, :, state.shape[2] - held :] for state in buffer.kept()[1]] for buffer in buffers]
+    states = tuple(torch.cat(column) for column in zip(*rows, strict=True))
+    return Buffer.over(buffers[0].retention, Span(end - held, end), states)
+
+
+def _stack_states(layer: Any, others: list[Any]) -> None:
+    """transformers' own layers: tensors whose first dimension is the batch, alone or by number."""
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor):
+            setattr(layer, name, torch.cat([getattr(other, name) for other in others]))
+        elif isinstance(value, dict):
+            for key, state in value.items():
+                if isinstance(state, Tensor):
+                    value[key] = torch.cat([getattr(other, name)[key] for other in others])
 
 
 def _taken(layer: BufferedLayer, row: int) -> tuple[BufferedLayer, int]:

@@ -4,7 +4,9 @@ Knows the arguments of generate's first forward. Knows nothing of models.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -14,19 +16,20 @@ from windowkv.continuation import handed_cache
 from windowkv.prefix.store import PrefixStore
 
 _BESIDES_IDS = frozenset({"attention_mask", "position_ids"})
+_FED: ContextVar[list[DynamicSlidingWindowCache] | None] = ContextVar("fed", default=None)  # in this generate
 Feed = Callable[[Tensor, Any, dict[str, Any]], Any]  # ids [B, n], generation config, arguments of the forward
 
 
-def is_one_text(cache: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a prompt is all that a cache will have seen: ids alone, whole, without padding, equal in every row."""
+def is_plain_text(cache: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a prompt is all that a cache will have seen: ids alone, whole and without padding."""
     mask = model_kwargs.get("attention_mask")
     return (
         isinstance(cache, DynamicSlidingWindowCache)
         and cache.history is not None
+        and cache.history.complete
         and {name for name, value in model_kwargs.items() if isinstance(value, Tensor)} <= _BESIDES_IDS
         and cache.get_seq_length() < input_ids.shape[1]
         and (mask is None or (mask.shape[1] == input_ids.shape[1] and bool(mask.all())))
-        and bool((input_ids == input_ids[:1]).all())
     )
 
 
@@ -36,27 +39,49 @@ def feed_through(
     """Start from what the store has of a prompt, feed the rest, and leave the prompt's end there.
 
     Where the prompt leaves the texts that are stored, it is fed in two parts, and the end of the first is left too: the
-    next prompt with that beginning finds it.
+    next prompt with that beginning finds it. Of several texts, that is done where all leave them together.
     """
     cache = handed_cache(model_kwargs)
+    texts = input_ids[:1] if bool((input_ids == input_ids[:1]).all()) else input_ids
     if not cache.get_seq_length():
-        _start_from(store, cache, input_ids)
-    point = store.branch_point(input_ids[0], after=cache.get_seq_length())
-    if point is not None:
+        _start_from(store, cache, texts, rows=len(input_ids))
+    points = {store.branch_point(text, after=cache.get_seq_length()) for text in texts}
+    point = points.pop()
+    if point is not None and not points:
         feed(input_ids[:, :point], *_of_beginning(generation_config, model_kwargs, point))
-        store.insert(input_ids[0], cache)
+        _leave(store, cache, texts)
     output = feed(input_ids, generation_config, model_kwargs)
-    store.insert(input_ids[0], cache)
+    _leave(store, cache, texts)
+    if (fed := _FED.get()) is not None:
+        fed.append(cache)
     return output
 
 
-def _start_from(store: PrefixStore, cache: DynamicSlidingWindowCache, input_ids: Tensor) -> None:
-    found = store.lookup(input_ids[0])
+@contextmanager
+def leaving_ends(store: PrefixStore) -> Iterator[None]:
+    """Leave in the store where the single texts end that are generated meanwhile."""
+    token = _FED.set([])
+    try:
+        yield
+        for cache in _FED.get() or ():
+            if cache.rows == 1 and cache.history is not None and cache.history.complete:
+                store.insert(cache.history.tokens, cache)
+    finally:
+        _FED.reset(token)
+
+
+def _start_from(store: PrefixStore, cache: DynamicSlidingWindowCache, texts: Tensor, *, rows: int) -> None:
+    found = store.lookup_rows(list(texts))
     if found is None:
         return
     cache.layers, cache.history = found.layers, found.history
-    if len(input_ids) > 1 and cache.layout.foreign:  # transformers' own layers do not repeat a single row by themselves
-        cache.reorder_cache(input_ids.new_zeros(len(input_ids)))
+    if rows > len(texts) and cache.layout.foreign:  # transformers' own layers do not repeat a single row by themselves
+        cache.reorder_cache(texts.new_zeros(rows))
+
+
+def _leave(store: PrefixStore, cache: DynamicSlidingWindowCache, texts: Tensor) -> None:
+    for row, text in enumerate(texts):
+        store.insert(text, cache, row=row)
 
 
 def _of_beginning(generation_config: Any, model_kwargs: dict[str, Any], width: int) -> tuple[Any, dict[str, Any]]:

@@ -24,6 +24,7 @@ from windowkv.prefix.parts import (
     block_nbytes,
     full_layers,
     split_block,
+    stack,
     take_block,
     take_checkpoint,
 )
@@ -108,19 +109,27 @@ class PrefixStore:
         At least one token is left to be run. The cache is the caller's own: it shares what the store holds until it is
         written. tokens: ids, `[n]` or `[1, n]`. Raises InputError for anything else, OptionError without a model.
         """
-        ids = as_ids(tokens)
+        return self.lookup_rows([tokens])
+
+    def lookup_rows(self, texts: Sequence[Sequence[int] | Tensor]) -> DynamicSlidingWindowCache | None:
+        """As `lookup`, for the texts of a batch: a row for each, resumed at the furthest point that serves all.
+
+        What several rows hold is put together, so that it is a copy.
+        """
+        rows = [as_ids(text) for text in texts]
         with self._lock:
             model = self._served()
-            found = self._best(ids)
-            reused = found[1] if found else 0
+            found = self._best_of_all(rows)
+            reused = sum(point for _, point in found)
             self._stats = replace(
                 self._stats,
                 hits=self._stats.hits + bool(found),
                 misses=self._stats.misses + (not found),
                 tokens_reused=self._stats.tokens_reused + reused,
-                tokens_computed=self._stats.tokens_computed + len(ids) - reused,
+                tokens_computed=self._stats.tokens_computed + sum(map(len, rows)) - reused,
             )
-            return self._handed_out(model, ids, *found) if found else None
+            caches = [self._handed_out(model, ids, *place) for ids, place in zip(rows, found, strict=False)]
+        return stack(caches) if caches else None
 
     def branch_point(self, tokens: Sequence[int] | Tensor, after: int) -> int | None:
         """Where a text leaves those that are stored, if that is later than `after`: worth a resume point of its own."""
@@ -177,12 +186,26 @@ class PrefixStore:
         node.checkpoint.used = self._tick()
         return True
 
-    def _best(self, ids: Ids) -> tuple[_Node, int] | None:
-        """The checkpoint from which most of a text can be resumed, and how much that is."""
+    def _best_of_all(self, rows: list[Ids]) -> list[tuple[_Node, int]]:
+        """For each text a checkpoint from which it can be resumed at one point for all; empty where there is none."""
+        limit = min(map(len, rows)) - 1
+        while True:
+            found = [self._best(ids, limit) for ids in rows]
+            places = [place for place in found if place is not None]
+            if len(places) < len(rows):
+                return []
+            limit = min(point for _, point in places)
+            if all(point == limit for _, point in places):
+                return places
+
+    def _best(self, ids: Ids, most: int) -> tuple[_Node, int] | None:
+        """The checkpoint from which most of a text can be resumed, and how much that is; `most` at most."""
         node, agreed = self._tree.match(ids)
-        limit = min(agreed, len(ids) - 1)
+        limit = min(agreed, most)
         best: tuple[int, int, _Node] | None = None
         reach = limit + max((other.checkpoint.room for other in self._tree.nodes() if other.checkpoint), default=0)
+        while node.parent is not None and node.start >= limit:
+            node = node.parent
         for candidate in (*node.path()[:-1], *node.below(reach + 1)):
             if candidate.checkpoint is None:
                 continue
