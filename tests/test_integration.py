@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 
 import windowkv
 from tiny import MODELS, WINDOW, cache_argument, generated, tokens, uncached
-from windowkv import DynamicSlidingWindowCache, OptionError, UnsupportedModelError
+from windowkv import DynamicSlidingWindowCache, OptionError, UnsupportedModelError, integration
 
 
 def cache_of(model: Any, ids: Any = None, **options: Any) -> Any:
@@ -112,6 +112,36 @@ def test_the_part_without_generate_names_the_whole() -> None:
     whole = MODELS["gemma3"]()
     with pytest.raises(UnsupportedModelError, match="the model that generates text"):
         windowkv.enable(whole.model)
+
+
+def openai_gpt() -> Any:
+    torch.manual_seed(0)
+    config = hf.OpenAIGPTConfig(vocab_size=128, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3)
+    return hf.OpenAIGPTLMHeadModel(config).eval()
+
+
+def paligemma() -> Any:
+    torch.manual_seed(0)
+    text = {
+        "model_type": "gemma",
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    config = hf.PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=127, projection_dim=32)
+    return hf.PaliGemmaForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("build", [openai_gpt, paligemma])
+def test_prompts_that_cannot_be_read_in_chunks_are_not(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "PREFILL_CHUNK", 8)
+    ids = tokens(2, 30) % 100 + 3
+    expected = generated(build(), ids, 8)
+    assert torch.equal(generated(windowkv.enable(build()), ids, 8), expected)
 
 
 def through_deepcopy(model: Any) -> Any:

@@ -15,20 +15,27 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from windowkv.attention import Scoring, ranges_attention, visible
-from windowkv.layout import CacheLayout
+from windowkv.layout import BIDIRECTIONAL_PROMPT, CacheLayout
 
 _PREFIX = "windowkv_"
 _STARTS = torch.int32  # no other mask has this dtype: it tells both seams what they are looking at
 _BASE_MASKS: dict[str, Callable[..., Tensor | None]] = {"sdpa": sdpa_mask, "eager": eager_mask}
-# Models that say to attend through transformers' interface, and look into their masks besides.
-_OWN_WAYS = frozenset({"doge"})
+# Models that say to attend through transformers' interface, and look into their masks besides, or count positions
+# by what they are fed at once.
+_OWN_WAYS = frozenset({"doge", "kosmos-2.5"}) | BIDIRECTIONAL_PROMPT
+
+
+def is_plain_decoder(model: Any) -> bool:
+    """Whether it is known of a model that its tokens attend to those before them alone, by transformers' interface."""
+    types = {model.config.model_type, model.config.get_text_config(decoder=True).model_type}
+    known = type(model).__module__.startswith("transformers.") and model._supports_attention_backend
+    return bool(known and not model.config.is_encoder_decoder and not types & _OWN_WAYS)
 
 
 def fast_name(model: Any, layout: CacheLayout) -> str | None:
     """The name of the implementation that replaces the one that a model has; None where that one should stay."""
     decoder = model.config.get_text_config(decoder=True)
-    known = type(model).__module__.startswith("transformers.") and model._supports_attention_backend
-    if not known or model.config.is_encoder_decoder or decoder.model_type in _OWN_WAYS or layout.foreign:
+    if not is_plain_decoder(model) or layout.foreign:
         return None
     return _PREFIX + decoder._attn_implementation if decoder._attn_implementation in _BASE_MASKS else None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
-from windowkv.attention_interface import base_name, fast_name
+from windowkv.attention_interface import base_name, fast_name, is_plain_decoder
 from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache
 from windowkv.continuation import (
     CACHE_NAMES,
@@ -30,7 +30,7 @@ from windowkv.continuation import (
     start_recording,
 )
 from windowkv.errors import InputError, OptionError, UnsupportedModelError
-from windowkv.layout import difference, read_layout
+from windowkv.layout import BIDIRECTIONAL_PROMPT, difference, read_layout
 from windowkv.prefix.prompt import Feed, feed_through, is_plain_text, leaving_ends
 from windowkv.prefix.store import PrefixStore
 
@@ -85,9 +85,9 @@ def enable(
     Args:
         model: a transformers model with `generate`.
         rollback: how far back from the furthest position reached a cache can always go, in tokens.
-        prefill_chunk: how many tokens of a prompt are read at a time; "auto" is 1,024 and None the whole prompt at
-            once. Prompts with inputs that generate cannot split (images, embeddings), and the prompts of models with
-            recurrent layers, are read at once.
+        prefill_chunk: how many tokens of a prompt are read at a time; "auto" is 1,024 for decoders known to give the
+            same result then, and None the whole prompt at once. Prompts with inputs that generate cannot split
+            (images, embeddings), and the prompts of models with recurrent layers, are read at once.
         attention: "auto" computes only what each layer's window lets a query see, where that is known to give the
             model's own result, and otherwise does as "model", which leaves the model's attention as it is.
         prefix_store: where prompts of ids alone, without padding, find what others had computed of their beginning, and
@@ -99,7 +99,10 @@ def enable(
             another model; the model is unchanged.
     """
     target = _generating(model)
-    options = GenerationOptions(rollback, _checked_chunk(prefill_chunk), prefix_store)
+    chunk = _checked_chunk(prefill_chunk)
+    if prefill_chunk == "auto" and not is_plain_decoder(target):
+        chunk = None
+    options = GenerationOptions(rollback, chunk, prefix_store)
     if attention not in ("auto", "model"):
         raise OptionError(f'attention={attention!r}: "auto" or "model"')
     layout = options.new_cache(target.config).layout  # what cannot be served is said now, not while generating
@@ -219,7 +222,7 @@ class _CachePreparation(_Seam):
             prepare(without_default, model_kwargs, *args, **kwargs)
             _replace_caches(model_kwargs, options.new_cache(model.config), drafts=generation_config.is_assistant)
         cache = handed_cache(model_kwargs)
-        if isinstance(cache, DynamicSlidingWindowCache) and not model.config.is_encoder_decoder:
+        if isinstance(cache, DynamicSlidingWindowCache) and _is_causal(model):
             _check_layout(cache, model.config)
             start_recording(cache)
 
@@ -230,7 +233,7 @@ class _Prefill(_Seam):
     def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
         """Let transformers feed what is left of the prompt once the cache is brought back to where they agree."""
         model, cache = self.model, handed_cache(model_kwargs)
-        if isinstance(cache, DynamicSlidingWindowCache) and not model.config.is_encoder_decoder:
+        if isinstance(cache, DynamicSlidingWindowCache) and _is_causal(model):
             if model_kwargs.get("inputs_embeds") is not None or not _is_whole(
                 input_ids, generation_config, model_kwargs
             ):
@@ -280,6 +283,11 @@ class _Drafting(_Seam):
                 check_continuable(cache, input_ids)
         choose = getattr(type(model), _DRAFTS)
         return choose(model, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, **kwargs)
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether what a token leaves in a cache depends on ids before it alone."""
+    return not model.config.is_encoder_decoder and model.config.model_type not in BIDIRECTIONAL_PROMPT
 
 
 def _is_whole(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:

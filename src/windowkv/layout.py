@@ -31,7 +31,7 @@ _DECODERS_NOT_SO_CALLED = frozenset(
     {"evolla", "gpt_neox", "gpt_neox_japanese", "musicgen_decoder", "musicgen_melody_decoder", "trocr"}
 )
 # Only the prompt sees later tokens here, and it is fed whole: what is generated after it is causal.
-_BIDIRECTIONAL_PROMPT = frozenset({"paligemma"})
+BIDIRECTIONAL_PROMPT = frozenset({"paligemma"})
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _decoder_config(config: Any) -> Any:
         raise ConfigError(
             f"{type(config).__name__} names no num_hidden_layers: it describes no decoder with layers to cache"
         )
-    if not getattr(config, "is_encoder_decoder", False) and config.model_type not in _BIDIRECTIONAL_PROMPT:
+    if not getattr(config, "is_encoder_decoder", False) and config.model_type not in BIDIRECTIONAL_PROMPT:
         _check_causal(decoder)
     return decoder
 
