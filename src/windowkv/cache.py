@@ -70,7 +70,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         A single row that is held serves a batch of any size, unless a layer is transformers' own: InputError then.
         """
         held = getattr(self.layers[layer_idx], "keys", None) if self.layout.foreign else None
-        if held is not None and held.shape[0] != key_states.shape[0]:
+        if held is not None and held.numel() and held.shape[0] != key_states.shape[0]:
             raise InputError(
                 f"a batch of {key_states.shape[0]}, but this cache holds {held.shape[0]} rows, and some of its layers "
                 "cannot repeat them: use batch_repeat_interleave first, or a new cache"

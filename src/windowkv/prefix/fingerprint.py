@@ -46,5 +46,5 @@ def _sample(tensor: Tensor) -> bytes:
     if tensor.is_meta or not tensor.numel():
         return b""
     flat = tensor.detach().reshape(-1)
-    places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), device=flat.device).long()
+    places = torch.arange(_SAMPLES, device=flat.device) * (flat.numel() - 1) // (_SAMPLES - 1)
     return flat[places].cpu().contiguous().view(torch.uint8).numpy().tobytes()
