@@ -295,6 +295,27 @@ def test_a_saved_cache_is_continued_shown_and_refused(command: Command, model: s
     assert command(*options, "--prompt", PROMPT, "--save-cache", tmp_path / "no" / "file").code == 2
 
 
+def test_a_store_serves_the_next_run_and_is_kept_in_order(command: Command, model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    options = ["generate", "--model", model, "--max-new-tokens", "20", "--prompt", PROMPT]
+    first, second = (command(*options, "--store", folder) for _ in range(2))
+    assert first.out == second.out == command(*options).out
+    assert f"0 of the prompt's {len(PROMPT)} tokens were taken" in first.err
+    assert f"{len(PROMPT) - 1} of the prompt's {len(PROMPT)} tokens were taken" in second.err
+    (scope,) = json.loads(command("store", "ls", folder, "--json").out)["scopes"]
+    assert (scope["points"], scope["longest"], scope["blocks"]) == (2, len(PROMPT) + 19, 1)
+    assert scope["scope"][:16] in command("store", "ls", folder).out
+    assert command("store", "verify", folder).out == "3 files are whole, 0 were damaged and are gone\n"
+    victim = next(folder.rglob("b-*"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    assert command("store", "verify", folder).out == "2 files are whole, 1 were damaged and are gone\n"
+    assert command(*options, "--store", folder).out == first.out
+    assert command("store", "prune", folder, "--max-bytes", "1GiB").out == "0 files removed\n"
+    assert command("store", "clear", folder).out.endswith("files removed\n")
+    assert not list(folder.rglob("*.kv"))
+    assert command("store", "ls", tmp_path / "nowhere").code == 1
+
+
 def _saved(model: Any, like: str, folder: Path) -> str:
     """A folder with that model, and the tokenizer of another folder."""
     shutil.copytree(like, folder)

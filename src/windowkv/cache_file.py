@@ -84,7 +84,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], dict[str, Ten
                 return header.manifest, tensors
         except CacheFileError:
             raise
-        except (OSError, ValueError, SafetensorError) as why:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as why:  # torch's, where a file has just vanished
             raise CacheFileError(f"{str(target)!r} cannot be read: {_reason(why)}") from why
     raise CacheFileError(f"{target} is replaced faster than it can be read")
 

@@ -29,7 +29,7 @@ def take(
     manifest: dict[str, Any] = {"layout": [asdict(spec) for spec in layout.layers], "layers": []}
     tensors: dict[str, Tensor] = {}
     for i, layer in enumerate(layers):
-        entry, named = _buffered(layer) if isinstance(layer, BufferedLayer) else _foreign(layer)
+        entry, named = take_layer(layer)
         manifest["layers"].append(entry)
         tensors |= {f"{i}.{name}": tensor for name, tensor in named.items()}
     manifest["dtypes"] = sorted({_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()})
@@ -49,13 +49,25 @@ def restore(
     # Older releases of transformers make no layers for those that share, which come last.
     for i, (layer, spec, entry) in enumerate(zip(layers, layout.layers, entries, strict=False)):
         named = {name.removeprefix(f"{i}."): tensor for name, tensor in tensors.items() if name.startswith(f"{i}.")}
-        try:
-            if isinstance(layer, BufferedLayer):
-                _restore_buffered(layer, spec, entry, named, manifest["tokens"])
-            else:
-                _restore_foreign(layer, entry, named)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as wrong:
-            raise CacheFileError(f"its layer {i} cannot be one of {spec}: {wrong}") from wrong
+        restore_layer(layer, spec, entry, named, manifest["tokens"])
+
+
+def take_layer(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """One layer's share of the manifest, and its tensors by name."""
+    return _buffered(layer) if isinstance(layer, BufferedLayer) else _foreign(layer)
+
+
+def restore_layer(
+    layer: Any, spec: LayerSpec, entry: Mapping[str, Any], tensors: Mapping[str, Tensor], seen: int
+) -> None:
+    """Fill a new layer with what `take_layer` gave. Raises CacheFileError when it does not fit."""
+    try:
+        if isinstance(layer, BufferedLayer):
+            _restore_buffered(layer, spec, entry, tensors, seen)
+        else:
+            _restore_foreign(layer, entry, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as wrong:
+        raise CacheFileError(f"a layer cannot be one of {spec}: {wrong}") from wrong
 
 
 def restore_history(tensors: Mapping[str, Tensor], seen: int | None) -> TokenHistory | None:

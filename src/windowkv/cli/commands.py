@@ -36,9 +36,12 @@ if TYPE_CHECKING:
     from windowkv.comparison import Comparison
 
 _WITH_MODEL = ("windowkv.comparison", "windowkv.model_source", "transformers.modeling_utils")
+_STORE_BYTES = 1 << 30  # that a store holds in memory beside its files
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+store_app = typer.Typer(no_args_is_help=True, help="Folders of stored beginnings.")
+app.add_typer(store_app, name="store")
 cache_app = typer.Typer(no_args_is_help=True, help="Saved caches.")
 app.add_typer(cache_app, name="cache")
 
@@ -85,6 +88,7 @@ Budget = Annotated[
     int | None, typer.Option(parser=_byte_count, metavar="BYTES", help="Tell how many tokens fit in this, say 2GiB.")
 ]
 Rollback = Annotated[int, typer.Option(min=0, help="Tokens that the cache can always take back.")]
+StoreDirectory = Annotated[str, typer.Argument(help="The directory of a PrefixStore: a folder, or an fsspec URL.")]
 CacheFile = Annotated[Path, typer.Argument(help="A file that --save-cache or cache.save wrote.")]
 Precision = Annotated[DType, typer.Option(help="Number format of the weights and the cache.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -154,6 +158,9 @@ def generate(
     save_cache: Annotated[
         Path | None, typer.Option(callback=_new_file, help="Where the cache goes, prompt and continuation.")
     ] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Keep beginnings of texts there, and take them from there.")
+    ] = None,
 ) -> None:
     """Continue a text, as the model's own generation settings say, in a cache that stays within its bound."""
     source = _prompt(prompt, prompt_file)
@@ -164,7 +171,9 @@ def generate(
     from windowkv.continuation import cache_name, reusable
     from windowkv.integration import enable
     from windowkv.persist import load as load_file
+    from windowkv.prefix.store import PrefixStore
 
+    kept = PrefixStore(_STORE_BYTES, store) if store else None
     with progress() as show:
         show(f"loading {model}", 0, 0)
         network, tokenizer = load(model, dtype)
@@ -174,7 +183,7 @@ def generate(
         loaded = load_file(load_cache, network.config, dtype=network.dtype, rollback=room) if load_cache else None
     reused = reusable(loaded, ids) if loaded is not None else 0
     with _enough_positions(network, ids.shape[1] + max_new_tokens):
-        output = enable(network, rollback=room).generate(
+        output = enable(network, rollback=room, prefix_store=kept).generate(
             ids,
             attention_mask=ids.new_ones(ids.shape),
             max_new_tokens=max_new_tokens,
@@ -183,6 +192,8 @@ def generate(
             **({} if loaded is None else {cache_name(network): loaded}),
         )
     say(reports.generation_sentence(network, output, prompt_tokens=ids.shape[1]))
+    if kept is not None:
+        say(f"{kept.stats.tokens_reused:,} of the prompt's {ids.shape[1]:,} tokens were taken from {store}")
     if load_cache:
         say(f"{reused:,} of the prompt's {ids.shape[1]:,} tokens were taken from {load_cache}")
     if save_cache:
@@ -278,6 +289,60 @@ def bench(
     else:
         print_table(reports.benchmark_table(results))
         typer.echo(f"picture: {_draw_ratios(results, output) or 'none'}, data: {output.with_suffix('.json')}")
+
+
+@store_app.command("ls")
+def list_store(directory: StoreDirectory, as_json: AsJson = False) -> None:
+    """List what is stored, by model and namespace."""
+    import_slowly("windowkv.prefix.disk")
+    from windowkv.prefix.disk import summaries
+
+    found = summaries(directory)
+    if as_json:
+        print_json({"directory": directory, "scopes": [reports.scope_report(each) for each in found]})
+    else:
+        print_table(reports.scopes_table(found, title=directory))
+
+
+@store_app.command("verify")
+def verify_store(directory: StoreDirectory) -> None:
+    """Read every file, and remove those that are damaged."""
+    import_slowly("windowkv.prefix.disk")
+    from windowkv.prefix.disk import DiskTier, scopes
+
+    sound = damaged = 0
+    with progress() as show:
+        for scope in scopes(directory):
+            tier = DiskTier(directory, scope)
+            entries = tier.entries()
+            for done, entry in enumerate(entries):
+                show(f"reading {scope[:8]}", done, len(entries))
+                whole = tier.read(entry.name, touch=False) is not None
+                sound, damaged = sound + whole, damaged + (not whole)
+    typer.echo(f"{sound:,} files are whole, {damaged:,} were damaged and are gone")
+
+
+@store_app.command("prune")
+def prune_store(
+    directory: StoreDirectory,
+    max_bytes: Annotated[int, typer.Option(parser=_byte_count, metavar="BYTES", help="What may stay, say 2GiB.")],
+) -> None:
+    """Remove the least recently used files, in each model and namespace, until no more is left."""
+    import_slowly("windowkv.prefix.disk")
+    from windowkv.prefix.disk import DiskTier, scopes
+
+    removed = sum(DiskTier(directory, scope, max_bytes).prune() for scope in scopes(directory))
+    typer.echo(f"{removed:,} files removed")
+
+
+@store_app.command("clear")
+def clear_store(directory: StoreDirectory) -> None:
+    """Remove every stored file."""
+    import_slowly("windowkv.prefix.disk")
+    from windowkv.prefix.disk import DiskTier, scopes
+
+    removed = sum(DiskTier(directory, scope, 0).prune() for scope in scopes(directory))
+    typer.echo(f"{removed:,} files removed")
 
 
 def main() -> None:

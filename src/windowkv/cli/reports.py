@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from windowkv.comparison import Comparison
     from windowkv.memory import Plan
     from windowkv.persist import CacheFileInfo
+    from windowkv.prefix.disk import ScopeSummary
 
 _UNITS = (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1), ("KiB", 1 << 10, 1))  # name, bytes, digits behind the point
 
@@ -196,6 +197,19 @@ def cache_file_table(info: "CacheFileInfo", *, title: str) -> Table:
     table.add_row("can take back", f"{info.rollback:,} tokens")
     table.add_row("digest of the ids", info.ids_sha256 or "ids not known")
     table.add_row("written by", f"windowkv {info.version}, format {info.format}")
+    return table
+
+
+def scope_report(scope: "ScopeSummary") -> dict[str, Any]:
+    """What is stored for one model and namespace, for JSON."""
+    return asdict(scope)
+
+
+def scopes_table(scopes: "Sequence[ScopeSummary]", *, title: str) -> Table:
+    """What is stored for each model and namespace, for a reader."""
+    table = _table(title, "model and namespace", "texts", "longest", "blocks", "bytes")
+    for each in scopes:
+        table.add_row(each.scope[:16], f"{each.points:,}", f"{each.longest:,}", f"{each.blocks:,}", size(each.nbytes))
     return table
 
 

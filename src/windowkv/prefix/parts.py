@@ -4,7 +4,7 @@ Knows which layer goes where. Knows nothing of texts, and of what is kept how lo
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from windowkv.buffers import Buffer
 from windowkv.cache import DynamicSlidingWindowCache, fork_layer, layers_nbytes
+from windowkv.errors import CacheFileError
 from windowkv.history import TokenHistory
 from windowkv.layers import BufferedLayer
+from windowkv.snapshot import restore_layer, take_layer
 from windowkv.window import Span
 
 Block = tuple[tuple[Tensor, Tensor], ...]  # keys and values [1, H, tokens, D] of each full layer
@@ -86,6 +88,46 @@ def assemble(
         pieces = tuple(zip(*pairs, strict=True))
         layer.buffer = Buffer.in_pieces(layer.buffer.retention, Span(0, point), pieces)
     return cache
+
+
+def checkpoint_content(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A checkpoint as a manifest and tensors by name."""
+    manifest: dict[str, Any] = {"room": checkpoint.room, "rollback": checkpoint.rollback, "layers": {}}
+    tensors: dict[str, Tensor] = {}
+    for i, layer in checkpoint.layers.items():
+        manifest["layers"][str(i)], named = take_layer(layer)
+        tensors |= {f"{i}.{name}": tensor for name, tensor in named.items()}
+    return manifest, tensors
+
+
+def checkpoint_from(config: Any, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], seen: int) -> Checkpoint:
+    """The checkpoint that `checkpoint_content` tells of. Raises CacheFileError when it is none of this config's."""
+    try:
+        cache = DynamicSlidingWindowCache(config, rollback=manifest["rollback"])
+        layers = {}
+        for i, (layer, spec) in enumerate(zip(cache.layers, cache.layout.layers, strict=False)):
+            if spec.kind != "full":
+                named = {name.removeprefix(f"{i}."): each for name, each in tensors.items() if name.startswith(f"{i}.")}
+                restore_layer(layer, spec, manifest["layers"][str(i)], named, seen)
+                layers[i] = layer
+        return Checkpoint(layers, int(manifest["room"]), cache.rollback, layers_nbytes(layers.values()))
+    except (KeyError, TypeError, ValueError) as wrong:
+        raise CacheFileError(f"no checkpoint: {wrong}") from wrong
+
+
+def block_content(block: Block) -> dict[str, Tensor]:
+    """A block as tensors by name."""
+    return {
+        f"{i}.{name}": each for i, pair in enumerate(block) for name, each in zip(("keys", "values"), pair, strict=True)
+    }
+
+
+def block_from(tensors: Mapping[str, Tensor], layers: int) -> Block:
+    """The block that `block_content` tells of. Raises CacheFileError when it has not that many layers."""
+    try:
+        return tuple((tensors[f"{i}.keys"], tensors[f"{i}.values"]) for i in range(layers))
+    except KeyError as missing:
+        raise CacheFileError(f"no block: {missing} is missing") from missing
 
 
 def stack(caches: list[DynamicSlidingWindowCache]) -> DynamicSlidingWindowCache:

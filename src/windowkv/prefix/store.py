@@ -3,19 +3,24 @@
 Knows what is kept, what is handed out, and what goes first. Knows nothing of generate.
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from windowkv import cache_file
 from windowkv.cache import DynamicSlidingWindowCache
 from windowkv.errors import InputError, OptionError
 from windowkv.history import TokenHistory
+from windowkv.prefix.disk import DiskTier
+from windowkv.prefix.files import read_point, write_point
 from windowkv.prefix.fingerprint import fingerprint, weights_version
 from windowkv.prefix.parts import (
     Block,
@@ -44,8 +49,10 @@ class Stats:
     tokens_computed: int = 0  # of the texts that were looked up
     refused: int = 0  # entries that would not fit even alone
     evictions: int = 0
+    fetched: int = 0  # entries that came from files
     entries: int = 0
     nbytes: int = 0
+    disk_nbytes: int = 0
 
 
 class PrefixStore:
@@ -56,17 +63,30 @@ class PrefixStore:
     as well.
 
     Args:
-        max_bytes: most bytes that are ever held, counted by storages.
+        max_bytes: most bytes that are ever held in memory, counted by storages.
+        directory: where beginnings are kept in files besides: a path, or an fsspec URL. Several processes may share it.
+        namespace: whose prefixes these are: stores of different namespaces never share anything under one directory.
+        max_disk_bytes: most bytes of this model's and namespace's files; None for no limit.
 
     Raises:
-        OptionError: max_bytes is no integer >= 0.
+        OptionError: a number of bytes is no integer >= 0.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        directory: str | os.PathLike[str] | None = None,
+        namespace: str = "",
+        max_disk_bytes: int | None = None,
+    ) -> None:
         """Hold nothing yet."""
-        if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
-            raise OptionError(f"max_bytes={max_bytes!r}: a number of bytes, an integer >= 0")
-        self.max_bytes = max_bytes
+        for name, value in (("max_bytes", max_bytes), ("max_disk_bytes", max_disk_bytes)):
+            optional = name == "max_disk_bytes" and value is None
+            if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise OptionError(f"{name}={value!r}: a number of bytes, an integer >= 0")
+        self.max_bytes, self.directory = max_bytes, directory
+        self.namespace, self.max_disk_bytes = namespace, max_disk_bytes
+        self._disk: DiskTier | None = None
         self._lock = threading.RLock()
         self._model: weakref.ref[Any] | None = None
         self._version: tuple[Any, ...] | None = None
@@ -76,18 +96,20 @@ class PrefixStore:
         self._clock = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PrefixStore":
-        """An empty store of the same size: the copy of a model is another model."""
-        return type(self)(self.max_bytes)
+        """A store with the same options that holds nothing: the copy of a model is another model."""
+        return type(self)(self.max_bytes, self.directory, self.namespace, self.max_disk_bytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """An empty store of the same size, as in a copy."""
-        return type(self), (self.max_bytes,)
+        """A store with the same options that holds nothing, as in a copy."""
+        return type(self), (self.max_bytes, self.directory, self.namespace, self.max_disk_bytes)
 
     @property
     def stats(self) -> Stats:
         """What it did so far, and what it holds."""
         with self._lock:
-            return replace(self._stats, entries=sum(node.checkpoint is not None for node in self._nodes()))
+            on_disk = sum(entry.nbytes for entry in self._disk.entries()) if self._disk else 0
+            entries = sum(node.checkpoint is not None for node in self._nodes())
+            return replace(self._stats, entries=entries, disk_nbytes=on_disk)
 
     def bind(self, model: Any) -> None:
         """Serve this model. Raises OptionError when the store serves another, which is still there."""
@@ -98,7 +120,7 @@ class PrefixStore:
             self._model = weakref.ref(model)
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Hold nothing in memory; files stay."""
         with self._lock:
             self._trees = {}
             self._stats = replace(self._stats, nbytes=0)
@@ -119,6 +141,8 @@ class PrefixStore:
         rows = [as_ids(text) for text in texts]
         with self._lock:
             model = self._served()
+            for ids in rows:
+                self._fetch(model, ids)
             found = self._best_of_all(rows)
             reused = sum(point for _, point in found)
             self._stats = replace(
@@ -149,7 +173,11 @@ class PrefixStore:
         _check_text(ids, cache, row)
         with self._lock:
             self._served()
-            return bool(seen) and (self._touched(ids) or self._add(ids, cache, row))
+            if not seen or self._touched(ids):
+                return bool(seen)
+            if self._disk is not None:
+                write_point(self._disk, ids, cache, row)
+            return self._add(ids, cache, row)
 
     @property
     def _tree(self) -> Tree[Block, Checkpoint]:
@@ -177,6 +205,18 @@ class PrefixStore:
                 each.block = take_block(cache, row, each.start, each.end)
                 self._count(block_nbytes(each.block))
         return True
+
+    def _fetch(self, model: Any, ids: Ids) -> None:
+        """Bring in what the files have of a text, when that is more than is held."""
+        if self._disk is None or len(ids) < 2:
+            return
+        held = self._best(ids, len(ids) - 1)
+        for point in self._disk.points(ids):
+            if min(point.end, len(ids) - 1) <= (held[1] if held else 0):
+                return
+            if (read := read_point(self._disk, point, model.config)) is not None and self._add(*read, 0):
+                self._stats = replace(self._stats, fetched=self._stats.fetched + 1)
+                held = self._best(ids, len(ids) - 1)
 
     def _touched(self, ids: Ids) -> bool:
         """Whether a text is held already; it counts as used then."""
@@ -254,6 +294,9 @@ class PrefixStore:
         version = weights_version(model)
         if version != self._version:
             self._version, self._fingerprint = version, fingerprint(model)
+            if self.directory is not None:
+                scope = sha256(f"{cache_file.FORMAT}:{self._fingerprint}:{self.namespace}".encode()).hexdigest()[:32]
+                self._disk = DiskTier(self.directory, scope, self.max_disk_bytes)
         return model
 
     def _tick(self) -> int:

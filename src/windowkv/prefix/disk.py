@@ -1,0 +1,204 @@
+"""Beginnings in files: a folder, or an fsspec URL, that several processes share and that outlives them.
+
+Two kinds of files, both named by what is in them and never changed: blocks of the full layers, and points, which hold
+the other layers, the ids, and the full layers' tokens after the last whole block. Knows files and their names. Knows
+nothing of caches.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from windowkv import cache_file
+from windowkv.errors import CacheFileError, OptionError
+
+Ids = NDArray[np.int32]
+BLOCK_TOKENS = 256
+_SUFFIX = ".kv"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A file's name, taken apart."""
+
+    name: str
+    end: int  # tokens of its text
+    base: int  # tokens that a text must share at least to be resumed from it
+    base_key: str  # of those tokens
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file in the folder."""
+
+    name: str
+    nbytes: int
+    used: float  # seconds since the epoch: when it was last used, or made where that cannot be noted
+
+
+@dataclass(frozen=True)
+class ScopeSummary:
+    """What is stored for one model and namespace."""
+
+    scope: str
+    points: int
+    longest: int  # tokens
+    blocks: int
+    nbytes: int
+
+
+class DiskTier:
+    """The files of one model and one namespace under a directory.
+
+    Args:
+        directory: a path, or an fsspec URL such as s3://bucket/prefixes.
+        scope: what separates these files from all others there: model and namespace, as a digest.
+        max_bytes: most bytes of all files under the directory's scope; None for no limit.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], scope: str, max_bytes: int | None = None) -> None:
+        """See the class; makes the folder. Raises OptionError when that cannot be done."""
+        self.scope, self.max_bytes = scope, max_bytes
+        try:
+            self._files, root = fsspec.core.url_to_fs(os.fspath(directory))
+            self._folder = f"{root.rstrip('/')}/{scope}"
+            self._files.makedirs(self._folder, exist_ok=True)
+        except (OSError, ValueError, ImportError) as why:
+            raise OptionError(f"directory={directory!r} cannot be used: {why}") from why
+        self._local = "file" in np.atleast_1d(self._files.protocol)
+
+    def keys(self, ids: Ids, lengths: Sequence[int]) -> dict[int, str]:
+        """A key for each of some beginnings of a text: SHA-256 over the scope and the ids."""
+        digest, at, keys = sha256(self.scope.encode()), 0, {}
+        for length in sorted(set(lengths)):
+            digest.update(ids[at:length].astype("<i4").tobytes())
+            at, keys[length] = length, digest.copy().hexdigest()[:40]
+        return keys
+
+    def entries(self) -> list[Entry]:
+        """All files, in no order."""
+        with suppress(FileNotFoundError):
+            found = self._files.ls(self._folder, detail=True, refresh=True)
+            return [_entry(info) for info in found if info["name"].endswith(_SUFFIX)]
+        return []
+
+    def points(self, ids: Ids) -> list[Point]:
+        """Those from which a text may be resumed, the furthest first."""
+        named = [point for entry in self.entries() if (point := _point(entry.name)) and point.base < len(ids)]
+        keys = self.keys(ids, [point.base for point in named])
+        return sorted((p for p in named if keys[p.base] == p.base_key), key=lambda point: -point.end)
+
+    def has_point(self, key: str) -> bool:
+        """Whether there is a point at the end of the text of that key."""
+        return any(entry.name.startswith("p-") and entry.name.endswith(key) for entry in self.entries())
+
+    def read(self, name: str, *, touch: bool = True) -> tuple[Mapping[str, Any], dict[str, Tensor]] | None:
+        """A file's manifest and tensors; None, and the file is gone, when it is damaged or vanished.
+
+        It counts as used unless it is not to be touched.
+        """
+        try:
+            with self._at_hand(name) as path:
+                content = cache_file.read(path)
+                if self._local and touch:
+                    os.utime(path)
+                return content
+        except CacheFileError:
+            self.remove(name)
+        except OSError:  # vanished, or not to be reached now
+            pass
+        return None
+
+    def write(self, name: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+        """Add a file, unless there is one of that name, which then has the same content."""
+        path = f"{self._folder}/{name}{_SUFFIX}"
+        if self._files.exists(path):
+            return
+        if self._local:
+            cache_file.write(path, tensors, manifest)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            cache_file.write(Path(folder) / "file", tensors, manifest)
+            self._files.put_file(str(Path(folder) / "file"), path)
+
+    def remove(self, name: str) -> None:
+        """Remove a file that may be gone already."""
+        with suppress(OSError):
+            self._files.rm_file(f"{self._folder}/{name}{_SUFFIX}")
+
+    def prune(self) -> int:
+        """Remove the least recently used files until no more than `max_bytes` are left; tells how many."""
+        entries = sorted(self.entries(), key=lambda entry: entry.used)
+        over = sum(entry.nbytes for entry in entries) - self.max_bytes if self.max_bytes is not None else 0
+        removed = 0
+        while over > 0 and removed < len(entries):
+            self.remove(entries[removed].name)
+            over -= entries[removed].nbytes
+            removed += 1
+        return removed
+
+    @contextmanager
+    def _at_hand(self, name: str) -> Iterator[Path]:
+        """The file on this machine; of another, a copy that is there for a while."""
+        path = f"{self._folder}/{name}{_SUFFIX}"
+        if self._local:
+            yield Path(path)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self._files.get_file(path, str(Path(folder) / "file"))
+            yield Path(folder) / "file"
+
+
+def scopes(directory: str | os.PathLike[str]) -> list[str]:
+    """The scopes that have files under a directory. Raises OptionError when there is no such directory."""
+    try:
+        files, root = fsspec.core.url_to_fs(os.fspath(directory))
+        found = files.ls(root, detail=True)
+    except (OSError, ValueError, ImportError) as why:
+        raise OptionError(f"{directory} is no directory of a store: {why}") from why
+    return sorted(info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
+
+
+def summaries(directory: str | os.PathLike[str]) -> list[ScopeSummary]:
+    """What is stored under a directory. Raises OptionError when there is no such directory."""
+    found = []
+    for scope in scopes(directory):
+        entries = DiskTier(directory, scope).entries()
+        points = [point for entry in entries if (point := _point(entry.name))]
+        longest = max((point.end for point in points), default=0)
+        nbytes = sum(entry.nbytes for entry in entries)
+        found.append(ScopeSummary(scope, len(points), longest, len(entries) - len(points), nbytes))
+    return found
+
+
+def point_name(keys: Mapping[int, str], end: int, base: int) -> str:
+    """The name of the point at the end of a text."""
+    return f"p-{end}-{base}-{keys[base]}-{keys[end]}"
+
+
+def block_name(keys: Mapping[int, str], end: int) -> str:
+    """The name of the block that ends a beginning of a text."""
+    return f"b-{keys[end]}"
+
+
+def _point(name: str) -> Point | None:
+    parts = name.split("-")
+    if len(parts) != 5 or parts[0] != "p" or not (parts[1].isdigit() and parts[2].isdigit()):
+        return None
+    return Point(name, int(parts[1]), int(parts[2]), parts[3])
+
+
+def _entry(info: Mapping[str, Any]) -> Entry:
+    moment = info.get("mtime", info.get("LastModified", info.get("created", 0)))
+    used = moment.timestamp() if hasattr(moment, "timestamp") else float(moment or 0)
+    return Entry(info["name"].rsplit("/", 1)[-1].removesuffix(_SUFFIX), int(info["size"]), used)

@@ -1,0 +1,68 @@
+"""Caches as points and blocks in files, and back.
+
+Knows which parts go into which file. Knows nothing of where files are.
+"""
+
+from typing import Any
+
+import torch
+
+from windowkv.cache import DynamicSlidingWindowCache
+from windowkv.errors import CacheFileError
+from windowkv.prefix.disk import BLOCK_TOKENS, DiskTier, Point, block_name, point_name
+from windowkv.prefix.parts import (
+    Block,
+    assemble,
+    block_content,
+    block_from,
+    checkpoint_content,
+    checkpoint_from,
+    full_layers,
+    take_block,
+    take_checkpoint,
+)
+from windowkv.prefix.tree import Ids
+
+_IDS, _REST = "ids", "rest."
+
+
+def write_point(disk: DiskTier, ids: Ids, cache: DynamicSlidingWindowCache, row: int) -> None:
+    """Add one row of a cache that has seen a text: its blocks first, so that a point never lacks one."""
+    checkpoint = take_checkpoint(cache, row)
+    end, base = len(ids), max(1, len(ids) - checkpoint.room)
+    ends = range(BLOCK_TOKENS, end + 1, BLOCK_TOKENS) if full_layers(cache) else range(0)
+    keys = disk.keys(ids, [base, end, *ends])
+    if disk.has_point(keys[end]):  # how far it goes back may differ, which is in its name
+        return
+    for stop in ends:
+        disk.write(block_name(keys, stop), block_content(take_block(cache, row, stop - BLOCK_TOKENS, stop)), {})
+    manifest, tensors = checkpoint_content(checkpoint)
+    rest = block_content(take_block(cache, row, len(ends) * BLOCK_TOKENS, end))
+    tensors |= {_IDS: torch.from_numpy(ids.copy())} | {_REST + name: tensor for name, tensor in rest.items()}
+    disk.write(point_name(keys, end, base), tensors, manifest)
+    disk.prune()
+
+
+def read_point(disk: DiskTier, point: Point, config: Any) -> tuple[Ids, DynamicSlidingWindowCache] | None:
+    """The text of a point and a cache that has seen it; None when some file of it is damaged or gone."""
+    found = disk.read(point.name)
+    if found is None:
+        return None
+    manifest, tensors = found
+    try:
+        ids = tensors[_IDS].numpy()
+        keys = disk.keys(ids, range(BLOCK_TOKENS, point.end + 1, BLOCK_TOKENS) if len(ids) == point.end else [0])
+        layers = len(full_layers(DynamicSlidingWindowCache(config)))
+        blocks: list[Block] = []
+        for stop in keys if layers else ():
+            block = disk.read(block_name(keys, stop))
+            if block is None:
+                disk.remove(point.name)
+                return None
+            blocks.append(block_from(block[1], layers))
+        rest = {name.removeprefix(_REST): each for name, each in tensors.items() if name.startswith(_REST)}
+        blocks.append(block_from(rest, layers))
+        return ids, assemble(config, checkpoint_from(config, manifest, tensors, point.end), 0, blocks, point.end)
+    except (CacheFileError, KeyError):
+        disk.remove(point.name)
+        return None

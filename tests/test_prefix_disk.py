@@ -1,0 +1,224 @@
+"""Beginnings in files: shared by processes, useful after a restart, and never a wrong token when they are damaged."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import windowkv
+from tiny import ARCHITECTURES, MODELS, STATEFUL, fed, generated, shared_model, tokens, uncached
+from windowkv import DynamicSlidingWindowCache, OptionError, PrefixStore
+from windowkv.prefix.disk import DiskTier, scopes
+
+MIB = 1 << 20
+
+
+def store_of(directory: Any, namespace: str = "", **options: Any) -> PrefixStore:
+    return PrefixStore(64 * MIB, directory, namespace, **options)
+
+
+def filled(model: Any, ids: Tensor, **options: Any) -> DynamicSlidingWindowCache:
+    cache = DynamicSlidingWindowCache(model.config, **options)
+    fed(model, cache, ids, ids.shape[1])
+    return cache
+
+
+def restarted(name: str, directory: Any, namespace: str = "", **options: Any) -> tuple[Any, PrefixStore]:
+    """A model and a store as a new process has them: equal weights, nothing in memory."""
+    store = store_of(directory, namespace, **options)
+    model = windowkv.enable((MODELS | STATEFUL)[name](), prefix_store=store)
+    return model, store
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*.kv"))
+
+
+@pytest.fixture(params=["folder", "memory"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return tmp_path / "store" if request.param == "folder" else f"memory://{uuid4().hex}/store"
+
+
+@pytest.mark.parametrize("length", [3, 255, 256, 257, 600])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *STATEFUL])
+def test_a_beginning_is_found_after_a_restart(name: str, length: int, tmp_path: Path) -> None:
+    model, store = restarted(name, tmp_path)
+    ids, more = tokens(1, length), tokens(1, 10, seed=1)
+    store.insert(ids, filled(model, ids))
+    model, store = restarted(name, tmp_path)
+    cache = store.lookup(torch.cat((ids, more), dim=1))
+    assert cache is not None
+    assert (cache.get_seq_length(), store.stats.fetched) == (length, 1)
+    torch.testing.assert_close(fed(model, cache, more), fed(model, filled(model, ids), more), atol=1e-4, rtol=0)
+
+
+def test_generate_reuses_what_another_process_left(directory: Any) -> None:
+    system = tokens(1, 300)
+    for request in range(4):
+        model, store = restarted("gemma3", directory)
+        text = torch.cat((system, tokens(1, 20, seed=request)), dim=1)
+        assert torch.equal(generated(model, text, 6), uncached(shared_model("gemma3"), text, 6))
+        assert store.stats.tokens_reused == (300 if request else 0)
+        assert store.stats.disk_nbytes > 0
+
+
+def test_a_branch_within_rollback_is_found_after_a_restart(tmp_path: Path) -> None:
+    model, store = restarted("mistral", tmp_path)
+    ids = tokens(1, 300)
+    store.insert(ids, filled(model, ids))
+    model, store = restarted("mistral", tmp_path)
+    text = torch.cat((ids[:, :250], tokens(1, 9, seed=4)), dim=1)
+    cache = store.lookup(text)
+    assert cache is not None
+    assert cache.get_seq_length() == 250
+    assert store.lookup(torch.cat((ids[:, :200], tokens(1, 9, seed=4)), dim=1)) is None
+
+
+def test_full_layers_are_in_files_once_for_all_texts_that_begin_alike(tmp_path: Path) -> None:
+    model, store = restarted("mistral-full", tmp_path)
+    system = tokens(1, 1024)
+    for seed in range(3):
+        text = torch.cat((system, tokens(1, 20, seed=seed)), dim=1)
+        store.insert(text, filled(model, text))
+    assert len([path for path in files(tmp_path) if path.name.startswith("b-")]) == 4
+
+
+@pytest.mark.parametrize("other", ["namespace", "model", "weights"])
+def test_nothing_is_ever_shared_across(other: str, tmp_path: Path) -> None:
+    model, store = restarted("mistral", tmp_path)
+    ids = tokens(1, 300)
+    store.insert(ids, filled(model, ids))
+    changed, store = restarted("mistral" if other != "model" else "phi3", tmp_path, "b" if other == "namespace" else "")
+    if other == "weights":
+        with torch.no_grad():
+            changed.model.norm.weight.mul_(1.1)
+    assert store.lookup(torch.cat((ids, ids), dim=1)) is None
+    assert len(scopes(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "vanish", "foreign"])
+@pytest.mark.parametrize("kind", ["p-", "b-"])
+def test_a_damaged_file_is_a_miss_and_goes(kind: str, damage: str, tmp_path: Path) -> None:
+    model, store = restarted("gemma3", tmp_path)
+    ids = tokens(1, 600)
+    store.insert(ids, filled(model, ids))
+    victim = next(path for path in files(tmp_path) if path.name.startswith(kind))
+    content = victim.read_bytes()
+    if damage == "vanish":
+        victim.unlink()
+    else:
+        spoilt = {
+            "flip": content[:-9] + b"\x55" + content[-8:],
+            "cut": content[:-1],
+            "empty": b"",
+            "foreign": b"x" * 99,
+        }
+        victim.write_bytes(spoilt[damage])
+    model, store = restarted("gemma3", tmp_path)
+    text = torch.cat((ids, tokens(1, 5, seed=1)), dim=1)
+    assert store.lookup(text) is None
+    assert not [path for path in files(tmp_path) if path.name.startswith("p-")]
+    assert torch.equal(generated(model, text, 5), uncached(shared_model("gemma3"), text, 5))
+    _, store = restarted("gemma3", tmp_path)
+    assert store.lookup(torch.cat((text, text), dim=1)) is not None
+
+
+def test_files_stay_within_their_bytes_and_the_least_recently_used_go(tmp_path: Path) -> None:
+    model, store = restarted("mistral", tmp_path)
+    texts = [tokens(1, 100, seed=seed) for seed in range(4)]
+    caches = [filled(model, text) for text in texts]
+    store.insert(texts[0], caches[0])
+    one = store.stats.disk_nbytes
+    model, store = restarted("mistral", tmp_path, max_disk_bytes=2 * one + one // 2)
+    for i, (text, cache) in enumerate(zip(texts, caches, strict=True)):
+        store.insert(text, cache)
+        for path in files(tmp_path):
+            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 10))  # time passes
+        assert store.stats.disk_nbytes <= 2 * one + one // 2
+        if i:
+            _, reader = restarted("mistral", tmp_path)
+            assert reader.lookup(torch.cat((texts[0], text), dim=1)) is not None
+    _, reader = restarted("mistral", tmp_path)
+    assert [reader.lookup(torch.cat((text, text), dim=1)) is not None for text in texts] == [True, False, False, True]
+
+
+def test_keys_are_chains_over_scope_and_ids(tmp_path: Path) -> None:
+    ids = np.arange(10, dtype=np.int32)
+    one, other = DiskTier(tmp_path, "one"), DiskTier(tmp_path, "other")
+    assert one.keys(ids, [3, 7])[3] == one.keys(ids[:5], [3])[3]
+    assert one.keys(ids, [3, 7])[7] == one.keys(ids, [7])[7]
+    assert one.keys(ids, [3])[3] != one.keys(ids + 1, [3])[3]
+    assert one.keys(ids, [3])[3] != other.keys(ids, [3])[3]
+
+
+@pytest.mark.parametrize("bad", ["nosuch://place", "/proc/nowhere/at/all"])
+def test_a_directory_that_cannot_be_used_is_named(bad: str) -> None:
+    store = store_of(bad)
+    model = MODELS["mistral"]()
+    store.bind(model)
+    with pytest.raises(OptionError, match="cannot be used"):
+        store.lookup([1, 2, 3])
+    with pytest.raises(OptionError, match="max_disk_bytes"):
+        PrefixStore(1, max_disk_bytes=-1)
+
+
+WORKER = """
+import os, random, sys, time
+import torch
+torch.set_num_threads(1)
+import windowkv
+from tiny import MODELS, tokens, logits, cache_argument
+folder, seed = sys.argv[1], int(sys.argv[2])
+randomly = random.Random(seed)
+store = windowkv.PrefixStore(1 << 18, folder, max_disk_bytes=1 << 20)
+model = MODELS["gemma3"]()
+store.bind(model)
+print("ready", flush=True)
+for operation in range(100):
+    more = tokens(1, randomly.randrange(1, 20), seed=randomly.randrange(9))
+    text = torch.cat((tokens(1, 60, seed=randomly.randrange(5)), more), 1)
+    with torch.no_grad():
+        cache = store.lookup(text) or windowkv.DynamicSlidingWindowCache(model.config)
+        out = model(text[:, cache.get_seq_length():], use_cache=True, **cache_argument(model, cache)).logits
+    if operation % 5 == 0:
+        torch.testing.assert_close(out[:, -1], logits(model, text)[:, -1], atol=1e-4, rtol=0)
+    store.insert(text, cache)
+print("done", store.stats.hits)
+"""
+
+
+def test_eight_processes_share_a_folder_and_some_are_killed(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    workers = [
+        subprocess.Popen(
+            [*command, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for seed in range(8)
+    ]
+    randomly = random.Random(0)
+    for worker in workers[:3]:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+        try:
+            worker.wait(timeout=randomly.random() / 2)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+        worker.communicate()
+    for worker in workers[3:]:
+        out, err = worker.communicate(timeout=200)
+        assert "done" in out, err
+        assert worker.returncode == 0, err
+    (scope,) = scopes(tmp_path)
+    tier = DiskTier(tmp_path, scope, 1 << 20)
+    tier.prune()
+    assert sum(entry.nbytes for entry in tier.entries()) <= 1 << 20
+    assert all(tier.read(entry.name) is not None for entry in tier.entries())
