@@ -2,8 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from tiny import (
     STATEFUL,
     WINDOW,
     cache_argument,
+    counted,
     fed,
     generated,
     left_padded,
@@ -43,19 +42,6 @@ def changed(ids: Tensor, at: int) -> Tensor:
     other = ids.clone()
     other[0, at] = 3 + (other[0, at] - 2) % 100
     return other
-
-
-@contextmanager
-def counted(model: Any) -> Iterator[list[int]]:
-    """How many tokens go through the model, forward by forward."""
-    widths: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    try:
-        yield widths
-    finally:
-        hook.remove()
 
 
 @pytest.mark.parametrize("rollback", [0, 64])

@@ -5,8 +5,6 @@ import gc
 import pickle
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import peft
@@ -21,6 +19,7 @@ from tiny import (
     STATEFUL,
     WINDOW,
     cache_argument,
+    counted,
     fed,
     generated,
     logits,
@@ -48,19 +47,6 @@ def filled(model: Any, ids: Tensor, **options: Any) -> DynamicSlidingWindowCache
 
 def joined(*parts: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
-
-
-@contextmanager
-def counted(model: Any) -> Iterator[list[int]]:
-    """How many tokens go through the model, forward by forward."""
-    widths: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    try:
-        yield widths
-    finally:
-        hook.remove()
 
 
 def held_bytes(store: PrefixStore) -> int:

@@ -5,7 +5,8 @@ window's edge could not fail.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -180,3 +181,16 @@ def fed(model: Any, cache: Any, ids: Tensor, *chunks: int) -> Tensor:
 def logits(model: Any, ids: Tensor) -> Tensor:
     """Logits `[rows, length, vocab]` of one forward without a cache."""
     return model(ids, use_cache=False).logits
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[list[int]]:
+    """How many tokens go through the model, forward by forward."""
+    widths: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        yield widths
+    finally:
+        hook.remove()

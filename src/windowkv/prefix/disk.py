@@ -16,14 +16,12 @@ from typing import Any
 
 import fsspec
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from windowkv import cache_file
 from windowkv.errors import CacheFileError, OptionError
+from windowkv.prefix.tree import Ids
 
-Ids = NDArray[np.int32]
-BLOCK_TOKENS = 256
 _SUFFIX = ".kv"
 
 

@@ -9,7 +9,7 @@ import torch
 
 from windowkv.cache import DynamicSlidingWindowCache
 from windowkv.errors import CacheFileError
-from windowkv.prefix.disk import BLOCK_TOKENS, DiskTier, Point, block_name, point_name
+from windowkv.prefix.disk import DiskTier, Point, block_name, point_name
 from windowkv.prefix.parts import (
     Block,
     assemble,
@@ -21,7 +21,7 @@ from windowkv.prefix.parts import (
     take_block,
     take_checkpoint,
 )
-from windowkv.prefix.tree import Ids
+from windowkv.prefix.tree import BLOCK_TOKENS, Ids
 
 _IDS, _REST = "ids", "rest."
 

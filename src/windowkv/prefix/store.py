@@ -35,7 +35,6 @@ from windowkv.prefix.parts import (
 )
 from windowkv.prefix.tree import Ids, Node, Tree, prune
 
-_BLOCK_TOKENS = 256
 _Node = Node[Block, Checkpoint]
 
 
@@ -181,7 +180,7 @@ class PrefixStore:
 
     @property
     def _tree(self) -> Tree[Block, Checkpoint]:
-        return self._trees.setdefault(self._fingerprint, Tree(_BLOCK_TOKENS))
+        return self._trees.setdefault(self._fingerprint, Tree())
 
     def _nodes(self) -> Iterator[_Node]:
         return (node for tree in self._trees.values() for node in tree.nodes())

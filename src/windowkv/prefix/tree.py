@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
+BLOCK_TOKENS = 256  # most tokens of a stretch: a split copies less than that
 BlockT = TypeVar("BlockT")
 CheckpointT = TypeVar("CheckpointT")
 
@@ -60,7 +61,7 @@ class Tree(Generic[BlockT, CheckpointT]):
     ([1, 2, 3, 4], 3)
     """
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
         """Hold no text yet."""
         self.block_tokens = block_tokens
         self.root: Node[BlockT, CheckpointT] = Node(np.zeros(0, np.int32), 0)
