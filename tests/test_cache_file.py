@@ -281,3 +281,21 @@ print(sorted(seen))
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) > 2
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_one_of_the_two(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified = cache_file.verified
+
+    def replaced_meanwhile(*args: object, **kwargs: object) -> object:
+        header = verified(*args, **kwargs)  # type: ignore[arg-type]
+        if not replaced:
+            replaced.append(True)
+            cache_file.write(written, {"a": TENSORS["a"] + 1}, {"story": "new"})
+        return header
+
+    replaced: list[bool] = []
+    monkeypatch.setattr(cache_file, "verified", replaced_meanwhile)
+    manifest, tensors = cache_file.read(written)
+    assert torch.equal(tensors["a"], TENSORS["a"] + (manifest["story"] == "new"))

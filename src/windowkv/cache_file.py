@@ -76,12 +76,14 @@ def read(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], dict[str, Ten
     target = Path(path)
     for _ in range(_ATTEMPTS):
         try:
-            before = _identity(target)
-            header = verified(target)
-            with safe_open(target, framework="pt", device="cpu") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if before == _identity(target):  # else another writer came between, and these may be of two files
-                return header.manifest, tensors
+            with target.open("rb") as opened:
+                at = _again(opened.fileno(), target)
+                before = _identity(at)
+                header = verified(target, at=at)
+                with safe_open(at, framework="pt", device="cpu") as file:
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                if before == _identity(at):  # else another writer came between, and these may be of two files
+                    return header.manifest, tensors
         except CacheFileError:
             raise
         except (OSError, ValueError, RuntimeError, SafetensorError) as why:  # torch's, where a file has just vanished
@@ -95,9 +97,12 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         return _header(Path(path), data)
 
 
-def verified(path: str | os.PathLike[str]) -> Header:
-    """The header of a file of which every byte was found as it was written. Raises CacheFileError as `read`."""
-    with _mapped(Path(path)) as data:
+def verified(path: str | os.PathLike[str], *, at: Path | None = None) -> Header:
+    """The header of a file of which every byte was found as it was written. Raises CacheFileError as `read`.
+
+    at: where to open it, if not at its path.
+    """
+    with _mapped(Path(path), at) as data:
         header = _header(Path(path), data)
         if _checksum(data, header.checksum_offset) != header.checksum:
             raise CacheFileError(f"{path} is damaged: its bytes are not those that were written")
@@ -151,9 +156,9 @@ def _checksum(data: mmap, offset: int) -> str:
 
 
 @contextmanager
-def _mapped(path: Path) -> Iterator[mmap]:
+def _mapped(path: Path, at: Path | None = None) -> Iterator[mmap]:
     try:
-        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        with (at or path).open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
             yield data
     except CacheFileError:
         raise
@@ -161,6 +166,12 @@ def _mapped(path: Path) -> Iterator[mmap]:
         raise CacheFileError(f"{path} cannot be read: {_reason(why)}") from why
     except ValueError as why:  # of mmap, for no bytes, or of open, for a name that cannot be one
         raise CacheFileError(f"{str(path)!r} is no cache of windowkv: {why}") from why
+
+
+def _again(descriptor: int, path: Path) -> Path:
+    """A path that opens the very file which is open already, whatever is put in its place; on Linux only."""
+    link = Path(f"/proc/self/fd/{descriptor}")
+    return link if link.exists() else path
 
 
 def _seal(path: Path) -> None:
