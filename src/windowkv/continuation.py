@@ -17,8 +17,10 @@ from windowkv.history import MISSED, UNKNOWN, TokenHistory, masked_ids
 logger = logging.getLogger(__name__)
 
 CACHE_NAMES = ("cache", "past_key_values")  # transformers renames the second to the first
+# What generate hands to every forward of a text model besides ids.
+TEXT_INPUTS = frozenset({"attention_mask", "position_ids"})
 # What a forward may be given besides ids without computing anything else than they say; of others, only zeros.
-_BESIDES_IDS = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position"})
+_BESIDES_IDS = TEXT_INPUTS | {"input_ids", "cache_position"}
 
 
 def handed_cache(kwargs: dict[str, Any]) -> Any:

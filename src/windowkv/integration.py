@@ -21,6 +21,7 @@ from windowkv.attention_interface import base_name, fast_name, is_plain_decoder
 from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache
 from windowkv.continuation import (
     CACHE_NAMES,
+    TEXT_INPUTS,
     after_forward,
     align,
     before_forward,
@@ -43,8 +44,6 @@ _GENERATES = "generate"
 # Tokens of a prompt that are read in one forward. Of 512, 1,024 and 2,048, which differ by a tenth in time, the largest
 # that takes no more memory than transformers does with the chunk that is best for it (Gemma 3 270M, 8k and 16k tokens).
 PREFILL_CHUNK = 1024
-# What generate hands to every forward of a text model; it splits these by chunk, and may not know how to split others.
-_SPLIT_BY_CHUNK = frozenset({"attention_mask", "position_ids"})
 _CHUNKS_AFTER_A_PAST = Version(transformers.__version__) >= Version(
     "5.23"
 )  # before, chunks repeat what a cache has seen
@@ -339,4 +338,4 @@ def _can_be_chunked(model: Any, model_kwargs: dict[str, Any]) -> bool:
     if cache.layout.foreign:  # several models compute something else when tokens come on top of a recurrent state
         return False
     tensors = {name for name, value in model_kwargs.items() if isinstance(value, Tensor)}
-    return tensors <= _SPLIT_BY_CHUNK
+    return tensors <= TEXT_INPUTS  # it splits these by chunk, and may not know how to split others

@@ -48,8 +48,13 @@ def restore(
         raise CacheFileError(f"its layers are not the {len(layers)} of the model")
     # Older releases of transformers make no layers for those that share, which come last.
     for i, (layer, spec, entry) in enumerate(zip(layers, layout.layers, entries, strict=False)):
-        named = {name.removeprefix(f"{i}."): tensor for name, tensor in tensors.items() if name.startswith(f"{i}.")}
+        named = under(f"{i}.", tensors)
         restore_layer(layer, spec, entry, named, manifest["tokens"])
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by what comes after it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def take_layer(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

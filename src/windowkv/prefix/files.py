@@ -12,6 +12,7 @@ from windowkv.errors import CacheFileError
 from windowkv.prefix.disk import DiskTier, Point, block_name, point_name
 from windowkv.prefix.parts import (
     Block,
+    Checkpoint,
     assemble,
     block_content,
     block_from,
@@ -19,16 +20,15 @@ from windowkv.prefix.parts import (
     checkpoint_from,
     full_layers,
     take_block,
-    take_checkpoint,
 )
 from windowkv.prefix.tree import BLOCK_TOKENS, Ids
+from windowkv.snapshot import under
 
 _IDS, _REST = "ids", "rest."
 
 
-def write_point(disk: DiskTier, ids: Ids, cache: DynamicSlidingWindowCache, row: int) -> None:
-    """Add one row of a cache that has seen a text: its blocks first, so that a point never lacks one."""
-    checkpoint = take_checkpoint(cache, row)
+def write_point(disk: DiskTier, ids: Ids, cache: DynamicSlidingWindowCache, row: int, checkpoint: Checkpoint) -> None:
+    """Add one row of a cache that has seen a text, and its checkpoint: blocks first, so that no point lacks one."""
     end, base = len(ids), max(1, len(ids) - checkpoint.room)
     ends = range(BLOCK_TOKENS, end + 1, BLOCK_TOKENS) if full_layers(cache) else range(0)
     keys = disk.keys(ids, [base, end, *ends])
@@ -60,8 +60,7 @@ def read_point(disk: DiskTier, point: Point, config: Any) -> tuple[Ids, DynamicS
                 disk.remove(point.name)
                 return None
             blocks.append(block_from(block[1], layers))
-        rest = {name.removeprefix(_REST): each for name, each in tensors.items() if name.startswith(_REST)}
-        blocks.append(block_from(rest, layers))
+        blocks.append(block_from(under(_REST, tensors), layers))
         return ids, assemble(config, checkpoint_from(config, manifest, tensors, point.end), 0, blocks, point.end)
     except (CacheFileError, KeyError):
         disk.remove(point.name)

@@ -1,4 +1,7 @@
-"""Which model it is: two that could compute different keys and values never have the same fingerprint.
+"""Which model it is, by its config and a sample of its weights: two fine-tunes of one config differ.
+
+A change that moves none of the sampled values, or that leaves no trace in a parameter's address and version (`.data`),
+is not seen; nor are an adapter's scale, and adapters that are chosen for one call.
 
 Knows parameters and configs. Knows nothing of caches.
 """

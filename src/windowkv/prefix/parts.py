@@ -16,7 +16,7 @@ from windowkv.cache import DynamicSlidingWindowCache, fork_layer, layers_nbytes
 from windowkv.errors import CacheFileError
 from windowkv.history import TokenHistory
 from windowkv.layers import BufferedLayer
-from windowkv.snapshot import restore_layer, take_layer
+from windowkv.snapshot import restore_layer, take_layer, under
 from windowkv.window import Span
 
 Block = tuple[tuple[Tensor, Tensor], ...]  # keys and values [1, H, tokens, D] of each full layer
@@ -107,8 +107,7 @@ def checkpoint_from(config: Any, manifest: Mapping[str, Any], tensors: Mapping[s
         layers = {}
         for i, (layer, spec) in enumerate(zip(cache.layers, cache.layout.layers, strict=False)):
             if spec.kind != "full":
-                named = {name.removeprefix(f"{i}."): each for name, each in tensors.items() if name.startswith(f"{i}.")}
-                restore_layer(layer, spec, manifest["layers"][str(i)], named, seen)
+                restore_layer(layer, spec, manifest["layers"][str(i)], under(f"{i}.", tensors), seen)
                 layers[i] = layer
         return Checkpoint(layers, int(manifest["room"]), cache.rollback, layers_nbytes(layers.values()))
     except (KeyError, TypeError, ValueError) as wrong:

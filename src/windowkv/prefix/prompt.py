@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from windowkv.cache import DynamicSlidingWindowCache
-from windowkv.continuation import handed_cache
+from windowkv.continuation import TEXT_INPUTS, handed_cache
 from windowkv.prefix.store import PrefixStore
 
-_BESIDES_IDS = frozenset({"attention_mask", "position_ids"})
 _FED: ContextVar[list[DynamicSlidingWindowCache] | None] = ContextVar("fed", default=None)  # in this generate
 Feed = Callable[[Tensor, Any, dict[str, Any]], Any]  # ids [B, n], generation config, arguments of the forward
 
@@ -27,7 +26,7 @@ def is_plain_text(cache: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -
         isinstance(cache, DynamicSlidingWindowCache)
         and cache.history is not None
         and cache.history.complete
-        and {name for name, value in model_kwargs.items() if isinstance(value, Tensor)} <= _BESIDES_IDS
+        and {name for name, value in model_kwargs.items() if isinstance(value, Tensor)} <= TEXT_INPUTS
         and cache.get_seq_length() < input_ids.shape[1]
         and (mask is None or (mask.shape[1] == input_ids.shape[1] and bool(mask.all())))
     )
@@ -88,7 +87,7 @@ def _of_beginning(generation_config: Any, model_kwargs: dict[str, Any], width: i
     config, kwargs = copy.copy(generation_config), dict(model_kwargs)
     if hasattr(config, "_mask_length"):
         config._mask_length = width
-    for name in _BESIDES_IDS:
+    for name in TEXT_INPUTS:
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name][..., :width]
     return config, kwargs

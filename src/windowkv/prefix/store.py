@@ -174,9 +174,10 @@ class PrefixStore:
             self._served()
             if not seen or self._touched(ids):
                 return bool(seen)
+            checkpoint = take_checkpoint(cache, row)
             if self._disk is not None:
-                write_point(self._disk, ids, cache, row)
-            return self._add(ids, cache, row)
+                write_point(self._disk, ids, cache, row, checkpoint)
+            return self._add(ids, cache, row, checkpoint)
 
     @property
     def _tree(self) -> Tree[Block, Checkpoint]:
@@ -185,9 +186,8 @@ class PrefixStore:
     def _nodes(self) -> Iterator[_Node]:
         return (node for tree in self._trees.values() for node in tree.nodes())
 
-    def _add(self, ids: Ids, cache: DynamicSlidingWindowCache, row: int) -> bool:
+    def _add(self, ids: Ids, cache: DynamicSlidingWindowCache, row: int, checkpoint: Checkpoint) -> bool:
         node, agreed = self._tree.match(ids)
-        checkpoint = take_checkpoint(cache, row)
         per_token = sum(storage[:1, :, :1].nbytes for layer in full_layers(cache) for storage in layer.buffer.storages)
         if per_token * len(ids) + checkpoint.nbytes > self.max_bytes:
             self._stats = replace(self._stats, refused=self._stats.refused + 1)
@@ -213,7 +213,10 @@ class PrefixStore:
         for point in self._disk.points(ids):
             if min(point.end, len(ids) - 1) <= (held[1] if held else 0):
                 return
-            if (read := read_point(self._disk, point, model.config)) is not None and self._add(*read, 0):
+            if (read := read_point(self._disk, point, model.config)) is None:
+                continue
+            text, cache = read
+            if self._add(text, cache, 0, take_checkpoint(cache, 0)):
                 self._stats = replace(self._stats, fetched=self._stats.fetched + 1)
                 held = self._best(ids, len(ids) - 1)
 
