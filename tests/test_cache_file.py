@@ -27,6 +27,9 @@ def written(path: Path) -> Path:
     return path
 
 
+SEALED = '{"windowkv": "{}", "checksum": "0"}'
+
+
 def hostile(header: str) -> bytes:
     return len(header).to_bytes(8, "little") + header.encode()
 
@@ -135,7 +138,9 @@ def test_a_thousand_flipped_bits_and_cut_files_are_refused(written: Path) -> Non
         ((2).to_bytes(8, "little") + b"[]", "no cache of windowkv"),
         ((90_000).to_bytes(8, "little") + b"[" * 90_000, "no cache of windowkv"),
         (hostile('{"a": {"data_offsets": [0, "x"]}, "__metadata__": {}}'), "no cache of windowkv"),
-        (hostile('{"a": 5, "__metadata__": {"windowkv": "{}", "checksum": "0"}}'), "no cache of windowkv"),
+        (hostile(f'{{"a": {{"data_offsets": []}}, "__metadata__": {SEALED}}}'), "no cache of windowkv"),
+        (hostile(f'{{"a": {{"data_offsets": [0, 1e999]}}, "__metadata__": {SEALED}}}'), "no cache of windowkv"),
+        (hostile(f'{{"a": 5, "__metadata__": {SEALED}}}'), "no cache of windowkv"),
     ],
 )
 def test_other_files_are_refused(path: Path, content: bytes, named: str) -> None:

@@ -253,6 +253,37 @@ def test_a_change_that_broke_off_among_the_layers_is_computed_anew(
     assert torch.equal(generated(model, ids[:, :20], 10, **cache_argument(model, cache)), expected)
 
 
+@pytest.mark.parametrize("used_before", [True, False])
+@pytest.mark.parametrize("way", ["inner", "disabled"])
+def test_a_forward_that_broke_off_unheard_is_computed_anew(way: str, used_before: bool) -> None:
+    model, ids = enabled("gemma3"), tokens(1, 30)
+    cache = used(model, ids) if used_before else DynamicSlidingWindowCache(model.config)
+    if way == "disabled":
+        windowkv.disable(model)
+    decoder = model.model if way == "inner" else model
+    hook = model.model.layers[2].register_forward_hook(failing)
+    with pytest.raises(Stop), torch.no_grad():
+        decoder(tokens(1, 5), use_cache=True, **cache_argument(decoder, cache))
+    hook.remove()
+    windowkv.enable(model)
+    text = torch.cat((ids, tokens(1, 14, seed=9)), dim=1)
+    with pytest.raises(InputError, match="did not end"):
+        generated(model, tokens(1, 2), 5, torch.ones(1, 99, dtype=torch.long), **cache_argument(model, cache))
+    expected = uncached(shared_model("gemma3"), text, 10)
+    assert torch.equal(generated(model, text, 10, **cache_argument(model, cache)), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_hybrid_that_was_reset_takes_a_batch_of_any_size(name: str, rows: int) -> None:
+    model, ids = enabled(name), tokens(rows, 12, seed=3)
+    cache = used(model, tokens(2, 20))
+    cache.reset()
+    assert cache.nbytes == 0
+    expected = generated(STATEFUL[name](), ids, 5)
+    assert torch.equal(generated(model, ids, 5, **cache_argument(model, cache)), expected)
+
+
 def positional(model: Any, cache: Any, ids: Tensor) -> None:
     model(ids, None, None, cache)
 

@@ -229,6 +229,53 @@ def test_the_state_of_a_layer_cannot_replace_its_methods(path: Path) -> None:
         windowkv.load(path, model.config)
 
 
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda layer, tensors: layer["attributes"].pop("is_conv_states_initialized"),
+        lambda layer, tensors: layer["attributes"].pop("number_of_states"),
+        lambda layer, tensors: layer["attributes"]["conv_kernel_size"]["items"].append([1, 3]),
+        lambda layer, tensors: layer["attributes"].update(has_previous_state=True),
+        lambda layer, tensors: layer["attributes"].update(record_past="yes"),
+        lambda layer, tensors: tensors.update({"0.conv_states.5": tensors.pop("0.conv_states.0")}),
+        lambda layer, tensors: (
+            tensors.pop("0.conv_states.0"),
+            layer["attributes"]["conv_states"]["items"].append([0, None]),
+        ),
+    ],
+)
+def test_states_that_are_none_of_the_layer_are_refused(spoil: Any, path: Path) -> None:
+    model = STATEFUL["lfm2"]()
+    filled(model, tokens(1, 20)).save(path)
+    manifest, tensors = cache_file.read(path)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    spoil(manifest["layers"][0], tensors)
+    cache_file.write(path, tensors, manifest)
+    with pytest.raises(CacheFileError, match="a layer cannot be"):
+        windowkv.load(path, model.config)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda manifest: manifest.update(version="1\x1b]0;title\x07"),
+        lambda manifest: manifest.update(dtypes=["\x1b[2J"]),
+        lambda manifest: manifest.update(ids_sha256="\n"),
+        lambda manifest: manifest["layout"][0].update(kind="\x1b[31m"),
+        lambda manifest: manifest["layout"][0].update({"\x1b[31m": 1}),
+    ],
+)
+def test_what_would_harm_a_terminal_is_never_shown(spoil: Any, path: Path) -> None:
+    filled(shared_model("gemma3"), tokens(1, 9)).save(path)
+    manifest, tensors = cache_file.read(path)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    spoil(manifest)
+    cache_file.write(path, tensors, manifest)
+    with pytest.raises(CacheFileError, match="its manifest is wrong") as error:
+        describe(path)
+    assert str(error.value).isprintable()
+
+
 def test_the_ids_come_back_and_a_changed_text_is_noticed(path: Path) -> None:
     model, ids = windowkv.enable(MODELS["mistral"]()), tokens(1, 30)
     cache = DynamicSlidingWindowCache(model.config)

@@ -51,6 +51,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         self.history: TokenHistory | None = None  # the ids seen, once it was used in generate of an enabled model
         # Not DynamicCache.__init__, which makes its own layers: that base is there for encoder-decoder caches to find.
         Cache.__init__(self, layers=_new_layers(config, self.layout, rollback))
+        self._unused = {i: fork_layer(layer) for i, layer in enumerate(self.layers) if i in self.layout.foreign}
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +104,11 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget every token and free the storage."""
         with self._changing():
-            super().reset()
+            for i, layer in enumerate(self.layers):
+                if i in self._unused:  # transformers' own would keep their size, and with it the batch
+                    _renew(layer, self._unused[i])
+                else:
+                    layer.reset()
         if self.history is not None:
             self.history = TokenHistory()
 
@@ -112,6 +117,12 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         """How many texts it holds; None before the first."""
         buffers = (layer.buffer for layer in self.layers if isinstance(layer, BufferedLayer))
         return next((buffer.held_tensors[0].shape[0] for buffer in buffers if buffer.held_tensors), None)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a change broke off, so that layers may hold different tokens; `reset` mends it."""
+        ends = {layer.get_seq_length() for layer in self.layers if isinstance(layer, BufferedLayer)}
+        return len(ends) > 1 or (self.history is not None and self.history.interrupted)
 
     def fork(self) -> "DynamicSlidingWindowCache":
         """An independent cache at the same point.
@@ -131,8 +142,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         What lies in reach of `crop` beyond `rollback` is not written. Raises CacheFileError when it cannot be written,
         InputError when a forward into the cache broke off, so that its layers hold different tokens.
         """
-        ends = {layer.get_seq_length() for layer in self.layers if isinstance(layer, BufferedLayer)}
-        if len(ends) > 1 or (self.history is not None and self.history.interrupted):
+        if self.interrupted:
             raise InputError(
                 "a change of this cache did not end, and its layers may hold different tokens: reset it first"
             )
@@ -228,6 +238,15 @@ def fork_layer(layer: Any) -> Any:
     twin = copy.copy(layer)
     vars(twin).update({name: _copied(value) for name, value in vars(layer).items()})
     return twin
+
+
+def _renew(layer: Any, unused: Any) -> None:
+    """Make one of transformers' layers as it was before its first token."""
+    recording = getattr(layer, "record_past", False)
+    vars(layer).clear()
+    vars(layer).update(vars(fork_layer(unused)))
+    if recording:
+        layer.activate_past_recording()
 
 
 def _copied(value: Any) -> Any:

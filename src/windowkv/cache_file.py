@@ -135,7 +135,7 @@ def _header(path: Path, data: mmap) -> Header:
         tensor_bytes = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
         offset = head.index(f'"{_CHECKSUM}":"{checksum}"'.encode()) + len(_CHECKSUM) + len('"":"')
         version = manifest["format"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as why:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as why:
         raise CacheFileError(f"{path} is no cache of windowkv, or its header is damaged") from why
     if version != FORMAT:
         newer = isinstance(version, int) and version > FORMAT

@@ -74,7 +74,7 @@ def align(cache: DynamicSlidingWindowCache, ids: Tensor, mask: Tensor | None) ->
     history = cache.history
     if history is None:
         return
-    if history.interrupted:
+    if cache.interrupted:
         logger.warning("a change of this cache did not end: %d tokens are computed anew", ids.shape[1])
         cache.reset()
         return
@@ -99,6 +99,8 @@ def align(cache: DynamicSlidingWindowCache, ids: Tensor, mask: Tensor | None) ->
 
 def reusable(cache: DynamicSlidingWindowCache, ids: Tensor) -> int:
     """How many tokens of a whole text, ids `[B, n]` without padding, `align` would leave in a cache."""
+    if cache.interrupted:
+        return 0
     trial = cache.fork()
     start_recording(trial)
     target, seen = _agreement(trial, ids, None)[1], trial.get_seq_length()
@@ -121,14 +123,14 @@ def check_rows(cache: DynamicSlidingWindowCache, ids: Tensor) -> None:
 
 def start_anew(cache: DynamicSlidingWindowCache) -> None:
     """Empty a cache for assisted decoding, which in transformers feeds a whole prompt on top of what is there."""
-    if cache.history is not None and (cache.get_seq_length() or cache.history.interrupted):
+    if cache.history is not None and (cache.get_seq_length() or cache.interrupted):
         logger.warning("assisted decoding feeds the whole prompt: the %d tokens held go", cache.get_seq_length())
         cache.reset()
 
 
 def check_continuable(cache: DynamicSlidingWindowCache, ids: Tensor) -> None:
     """Raise InputError when a cache cannot be continued by new tokens alone."""
-    if cache.history is not None and cache.history.interrupted:
+    if cache.interrupted:
         raise InputError(
             "a change of this cache did not end, and new tokens alone cannot mend it: "
             "pass the whole text, or call cache.reset() first"

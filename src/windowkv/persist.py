@@ -4,6 +4,7 @@ Knows what must agree between a file and a model. Knows nothing of bytes on the 
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,17 +95,17 @@ def _info(path: str | os.PathLike[str], manifest: Mapping[str, Any], tensor_byte
         seen = manifest["tokens"]
         return CacheFileInfo(
             format=manifest["format"],
-            version=str(manifest["version"]),
+            version=_word(manifest["version"]),
             tokens=None if seen is None else _count(seen),
             rollback=_count(manifest["rollback"]),
-            dtypes=tuple(map(str, manifest["dtypes"])),
-            kinds={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+            dtypes=tuple(map(_word, manifest["dtypes"])),
+            kinds={_word(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)},
             windows=tuple(sorted({_count(spec.window) for spec in layout.layers if spec.window is not None})),
             tensor_bytes=tensor_bytes,
-            ids_sha256=None if manifest.get("ids_sha256") is None else str(manifest["ids_sha256"]),
+            ids_sha256=None if manifest.get("ids_sha256") is None else _word(manifest["ids_sha256"]),
         )
     except (KeyError, TypeError, ValueError) as why:
-        raise CacheFileError(f"{path} is no cache of windowkv: its manifest is wrong, {why}") from why
+        raise CacheFileError(f"{path} is no cache of windowkv: its manifest is wrong, {str(why)!r}") from why
 
 
 def _layout(manifest: Mapping[str, Any]) -> CacheLayout:
@@ -114,6 +115,13 @@ def _layout(manifest: Mapping[str, Any]) -> CacheLayout:
 def _count(value: Any) -> int:
     if not isinstance(value, int) or not 0 <= value < _MOST:
         raise ValueError(f"{value!r} is no number of tokens")
+    return value
+
+
+def _word(value: Any) -> str:
+    """A name as windowkv writes them; whatever else may do harm on a terminal."""
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.+-]{1,100}", value, re.ASCII):
+        raise ValueError(f"{value!r} is no name")
     return value
 
 

@@ -19,6 +19,7 @@ from windowkv.layout import CacheLayout, LayerSpec
 from windowkv.window import Span, tail_length
 
 _IDS = "tokens"
+_INITIALIZED = "_initialized"  # how transformers calls which of a layer's states there are
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -148,10 +149,26 @@ def _restore_foreign(layer: Any, entry: Mapping[str, Any], tensors: Mapping[str,
             values.setdefault(attribute, {})[int(key)] = tensor.clone()
         else:
             values[attribute] = tensor.clone()
+    _check_attributes(layer, values)
+    for name, value in values.items():
+        setattr(layer, name, value)
+
+
+def _check_attributes(layer: Any, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for attributes that an unused layer of transformers cannot come to have."""
+    for name, unused in vars(layer).items():
+        value = values[name]
+        if isinstance(unused, dict) and set(value) != set(unused):
+            raise ValueError(f"{name} has {sorted(value)} instead of {sorted(unused)}")
+        if unused is not None and type(value) is not type(unused):
+            raise ValueError(f"{name} is a {type(value).__name__} instead of a {type(unused).__name__}")
     for name, value in values.items():
         if callable(getattr(type(layer), name, None)):
             raise ValueError(f"{name} is no attribute")
-        setattr(layer, name, value)
+        if isinstance(value, dict) and name.endswith(_INITIALIZED):
+            states = values[name.removeprefix("is").removesuffix(_INITIALIZED).strip("_")]
+            if missing := [key for key, known in value.items() if known and not isinstance(states[key], Tensor)]:
+                raise ValueError(f"{name} {missing}, and there are none")
 
 
 def _name(dtype: torch.dtype) -> str:
