@@ -15,8 +15,8 @@ MAP = (ROOT / "docs" / "architecture.md").read_text()
 # A module imports only from rows above its own.
 ROWS = [
     {"errors", "window"},
-    {"layout", "attention", "history", "cache_file", "prefix/tree", "prefix/fingerprint"},
-    {"memory", "buffers"},
+    {"layout", "attention", "history", "cache_file", "prefix/tree", "prefix/fingerprint", "prefix/writer"},
+    {"memory", "buffers", "prefix/texts"},
     {"layers"},
     {"snapshot"},
     {"cache", "attention_interface"},

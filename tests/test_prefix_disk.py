@@ -4,25 +4,35 @@ import os
 import random
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import fsspec
 import numpy as np
 import pytest
 import torch
+from moto.server import ThreadedMotoServer
 from torch import Tensor
 
 import windowkv
 from tiny import ARCHITECTURES, MODELS, STATEFUL, fed, generated, shared_model, tokens, uncached
-from windowkv import DynamicSlidingWindowCache, OptionError, PrefixStore
+from windowkv import DynamicSlidingWindowCache, OptionError, PrefixStore, cache_file
 from windowkv.prefix.disk import DiskTier, scopes
 
 MIB = 1 << 20
 
 
+_STORES: list[PrefixStore] = []
+
+
 def store_of(directory: Any, namespace: str = "", **options: Any) -> PrefixStore:
-    return PrefixStore(64 * MIB, directory, namespace, **options)
+    while _STORES:
+        _STORES.pop().flush()  # as a process does that ends
+    _STORES.append(PrefixStore(64 * MIB, directory, namespace, **options))
+    return _STORES[-1]
 
 
 def filled(model: Any, ids: Tensor, **options: Any) -> DynamicSlidingWindowCache:
@@ -42,9 +52,25 @@ def files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*.kv"))
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """A bucket on a server that speaks S3."""
+    server = ThreadedMotoServer("127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    fsspec.config.conf["s3"] = {"key": "any", "secret": "any", "endpoint_url": f"http://{host}:{port}"}
+    fsspec.filesystem("s3").mkdir("bucket")
+    yield "s3://bucket"
+    fsspec.config.conf.pop("s3")
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "memory", "s3"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return tmp_path / "store" if request.param == "folder" else f"memory://{uuid4().hex}/store"
+    if request.param == "folder":
+        return tmp_path / "store"
+    root = request.getfixturevalue("s3") if request.param == "s3" else "memory:/"
+    return f"{root}/{uuid4().hex}/store"
 
 
 @pytest.mark.parametrize("length", [3, 255, 256, 257, 600])
@@ -70,6 +96,32 @@ def test_generate_reuses_what_another_process_left(directory: Any) -> None:
         assert store.stats.disk_nbytes > 0
 
 
+@pytest.mark.parametrize("kind", ["p-", "b-"])
+@pytest.mark.parametrize("damage", ["cut", "vanish"])
+def test_files_of_an_object_store_are_bounded_and_may_be_damaged(s3: str, kind: str, damage: str) -> None:
+    directory = f"{s3}/{uuid4().hex}"
+    model, store = restarted("gemma3", directory)
+    ids, bucket = tokens(1, 600), fsspec.filesystem("s3")
+    store.insert(ids, filled(model, ids))
+    one = store.stats.disk_nbytes
+    assert one == sum(bucket.du(path) for path in bucket.find(directory, refresh=True))
+    victim = next(path for path in bucket.find(directory, refresh=True) if path.rsplit("/", 1)[1].startswith(kind))
+    if damage == "cut":
+        bucket.pipe_file(victim, bucket.cat_file(victim)[:-1])
+    else:
+        bucket.rm_file(victim)
+    _, store = restarted("gemma3", directory)
+    assert store.lookup(torch.cat((ids, ids), dim=1)) is None
+    assert not [path for path in bucket.find(directory, refresh=True) if "/p-" in path]
+    model, store = restarted("gemma3", directory, max_disk_bytes=one + one // 2)
+    for seed in range(3):
+        other = tokens(1, 600, seed=seed)
+        store.insert(other, filled(model, other))
+        assert store.stats.disk_nbytes <= one + one // 2
+    _, store = restarted("gemma3", directory)
+    assert store.lookup(torch.cat((other, other), dim=1)) is not None
+
+
 def test_a_branch_within_rollback_is_found_after_a_restart(tmp_path: Path) -> None:
     model, store = restarted("mistral", tmp_path)
     ids = tokens(1, 300)
@@ -88,6 +140,7 @@ def test_full_layers_are_in_files_once_for_all_texts_that_begin_alike(tmp_path: 
     for seed in range(3):
         text = torch.cat((system, tokens(1, 20, seed=seed)), dim=1)
         store.insert(text, filled(model, text))
+    store.flush()
     assert len([path for path in files(tmp_path) if path.name.startswith("b-")]) == 4
 
 
@@ -110,6 +163,7 @@ def test_a_damaged_file_is_a_miss_and_goes(kind: str, damage: str, tmp_path: Pat
     model, store = restarted("gemma3", tmp_path)
     ids = tokens(1, 600)
     store.insert(ids, filled(model, ids))
+    store.flush()
     victim = next(path for path in files(tmp_path) if path.name.startswith(kind))
     content = victim.read_bytes()
     if damage == "vanish":
@@ -150,6 +204,34 @@ def test_files_stay_within_their_bytes_and_the_least_recently_used_go(tmp_path: 
     assert [reader.lookup(torch.cat((text, text), dim=1)) is not None for text in texts] == [True, False, False, True]
 
 
+def test_a_folder_that_is_lost_harms_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, store = restarted("gemma3", tmp_path)
+    (scope,) = scopes(tmp_path)
+    (tmp_path / scope).rmdir()
+    (tmp_path / scope).write_text("in the way")
+    ids = tokens(1, 300)
+    for _ in range(2):
+        assert torch.equal(generated(model, ids, 5), uncached(shared_model("gemma3"), ids, 5))
+    assert store.stats.hits == 1
+    assert "was not written to its file" in caplog.text
+    with pytest.raises(OptionError, match="File exists"):
+        restarted("gemma3", tmp_path)
+
+
+def test_files_are_written_while_the_model_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store = restarted("gemma3", tmp_path)
+    ids, go_on = tokens(1, 300), threading.Event()
+    write = cache_file.write
+    monkeypatch.setattr(cache_file, "write", lambda *args: go_on.wait(60) and write(*args))
+    store.insert(ids, filled(model, ids))
+    cache = store.lookup(torch.cat((ids, ids), dim=1))
+    assert cache is not None
+    assert files(tmp_path) == []
+    go_on.set()
+    store.flush()
+    assert len(files(tmp_path)) == 2
+
+
 def test_keys_are_chains_over_scope_and_ids(tmp_path: Path) -> None:
     ids = np.arange(10, dtype=np.int32)
     one, other = DiskTier(tmp_path, "one"), DiskTier(tmp_path, "other")
@@ -161,10 +243,11 @@ def test_keys_are_chains_over_scope_and_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", ["nosuch://place", "/proc/nowhere/at/all"])
 def test_a_directory_that_cannot_be_used_is_named(bad: str) -> None:
-    store = store_of(bad)
-    model = MODELS["mistral"]()
-    store.bind(model)
+    store, model = store_of(bad), MODELS["mistral"]()
     with pytest.raises(OptionError, match="cannot be used"):
+        windowkv.enable(model, prefix_store=store)
+    assert "_prefill" not in vars(model)
+    with pytest.raises(OptionError, match="serves no model"):
         store.lookup([1, 2, 3])
     with pytest.raises(OptionError, match="max_disk_bytes"):
         PrefixStore(1, max_disk_bytes=-1)

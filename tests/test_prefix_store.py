@@ -22,6 +22,7 @@ from tiny import (
     counted,
     fed,
     generated,
+    left_padded,
     logits,
     shared_model,
     tokens,
@@ -30,6 +31,7 @@ from tiny import (
 from windowkv import DynamicSlidingWindowCache, InputError, OptionError, PrefixStore
 from windowkv.cache import layers_nbytes
 from windowkv.prefix.fingerprint import fingerprint
+from windowkv.prefix.texts import Text, as_ids
 
 MIB = 1 << 20
 
@@ -178,6 +180,48 @@ def test_a_cache_of_another_text_is_refused() -> None:
     assert store.stats.entries == 2  # the prompt and its continuation, which generate left
 
 
+def test_caches_that_are_not_what_they_should_be_are_refused() -> None:
+    model, store = served("gemma3")
+    ids = tokens(2, 30)
+    cache, other = filled(model, ids), filled(shared_model("mistral"), ids)
+    for row in (-1, 2):
+        with pytest.raises(InputError, match=f"row={row}: this cache holds rows 0 to 1"):
+            store.insert(ids[0], cache, row=row)
+    for padding in (-1, 31):
+        with pytest.raises(InputError, match=f"padding={padding}: this cache has seen 30 tokens"):
+            store.insert(ids[0], cache, padding=padding)
+    with pytest.raises(InputError, match="for another model: layer 3"):
+        store.insert(ids[0], other)
+    for wrong in (-3, 1 << 31, 1 << 40):
+        with pytest.raises(InputError, match="integers from 0 to 2147483647"):
+            store.insert([*ids[0, :-1].tolist(), wrong], cache)
+    cache.layers[2].crop(-1)
+    with pytest.raises(InputError, match="did not end"):
+        store.insert(ids[0], cache)
+    padded = DynamicSlidingWindowCache(model.config)
+    row, mask = left_padded([tokens(1, 30)[0], tokens(1, 20)[0]])
+    generated(model, row, 1, mask, **cache_argument(model, padded))
+    with pytest.raises(InputError, match="other tokens"):
+        store.insert(row[1], padded, row=1)
+    assert store.insert(row[1, 10:], padded, row=1, padding=10)
+
+
+@pytest.mark.parametrize(("stored", "asked"), [(64, 2), (2, 64), (64, 64), (0, 7)])
+def test_a_hit_keeps_what_the_cache_that_takes_it_should(stored: int, asked: int) -> None:
+    model, store = served("gemma3", rollback=asked)
+    ids = tokens(1, 300)
+    store.insert(ids, filled(model, ids, rollback=stored))
+    text = joined(ids, tokens(1, 100, seed=1))
+    cache = DynamicSlidingWindowCache(model.config, rollback=asked)
+    reply = generated(model, text, 6, **cache_argument(model, cache))
+    assert torch.equal(reply, uncached(shared_model("gemma3"), text, 6))
+    assert store.stats.hits == 1
+    planned = windowkv.plan(model.config, tokens=405, rollback=asked, dtype=torch.float32)
+    assert cache.nbytes == planned.total_bytes
+    cache.crop(-asked)
+    assert cache.get_seq_length() == 405 - asked
+
+
 def test_a_store_serves_one_model() -> None:
     _, store = served("mistral")
     other = MODELS["mistral"]()
@@ -237,6 +281,89 @@ def test_adapters_on_and_off_are_two_models() -> None:
         with model.disable_adapter():
             assert torch.equal(reply(), plain)
     assert (store.stats.hits, store.stats.misses) == (2, 2)
+
+
+def test_every_write_to_the_weights_is_seen() -> None:
+    model, store = served("mistral")
+    ids = tokens(1, 30)
+
+    def in_place() -> None:
+        with torch.no_grad():
+            model.model.layers[1].self_attn.k_proj.weight[7, 3] += 1
+
+    def past_autograd() -> None:
+        model.model.layers[1].self_attn.k_proj.weight.data.mul_(1.01)
+
+    def replaced() -> None:
+        model.model.layers[1].self_attn.k_proj.weight.data = model.model.layers[1].self_attn.k_proj.weight.data + 1e-3
+
+    def buffer() -> None:
+        model.model.rotary_emb.inv_freq.mul_(1.01)
+
+    def a_value_past_autograd() -> None:
+        model.model.embed_tokens.weight.data[ids[0, 3], 5] += 1
+        store.bind(model)
+
+    for change in (in_place, past_autograd, replaced, buffer, a_value_past_autograd):
+        generated(model, ids, 3)
+        assert store.lookup(joined(ids, ids)) is not None
+        change()
+        assert store.lookup(joined(ids, ids)) is None, change.__name__
+
+
+def test_one_changed_value_makes_another_model() -> None:
+    one, same = MODELS["mistral"](), MODELS["mistral"]()
+    with torch.no_grad():
+        same.model.embed_tokens.weight[5, 17] += 1e-6
+    assert fingerprint(one) != fingerprint(same)
+
+
+def test_what_changes_the_computation_is_never_mixed() -> None:
+    torch.manual_seed(0)
+    options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(MODELS["mistral"](), peft.LoraConfig(task_type="CAUSAL_LM", **options)).eval()
+    model.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    store = PrefixStore(64 * MIB)
+    windowkv.enable(model, prefix_store=store)
+    ids = tokens(2, 30)
+
+    def reply(**options: Any) -> Tensor:
+        return model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, **options
+        )
+
+    for _ in range(2):
+        assert torch.equal(reply(), reply(use_cache=False))
+        names = ["other", "__base__"]
+        assert torch.equal(reply(adapter_names=names), reply(adapter_names=names, use_cache=False))
+    hits = store.stats.hits
+    with peft.helpers.rescale_adapter_scale(model, 0.5):
+        assert torch.equal(reply(), reply(use_cache=False))
+    assert store.stats.hits == hits == 1
+
+    def steer(module: Any, args: Any, output: Any) -> Any:
+        return output * 1.5
+
+    hook = model.base_model.model.model.layers[0].mlp.register_forward_hook(steer)
+    assert torch.equal(reply(), reply(use_cache=False))
+    hook.remove()
+    assert torch.equal(reply(), reply(use_cache=False))
+    assert (store.stats.hits, store.stats.entries) == (2, 4)
+
+
+def test_autocast_and_training_are_kept_apart() -> None:
+    model, store = served("mistral")
+    ids = tokens(1, 30)
+    generated(model, ids, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert store.lookup(joined(ids, ids)) is None
+        for _ in range(2):
+            generated(model, joined(ids, ids), 3)
+    assert torch.equal(generated(model, joined(ids, ids), 3), uncached(shared_model("mistral"), joined(ids, ids), 3))
+    assert store.stats.hits == 2
+    model.train()
+    generated(model, joined(ids, ids), 3)
+    assert store.stats.hits == 2
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -331,12 +458,57 @@ def test_beams_samples_and_chunks(name: str, options: dict[str, Any]) -> None:
     assert store.stats.hits >= 1
 
 
-def test_padding_passes_the_store_by() -> None:
-    model, store = served("mistral")
-    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
-    mask[0, :5] = 0
-    assert torch.equal(generated(model, ids, 5, mask), uncached(shared_model("mistral"), ids, 5, mask))
+@pytest.mark.parametrize("lengths", [(20, 7), (20, 20), (5, 90), (3, 3, 150)])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma3n", "qwen2", "gpt_oss", "mistral-full"])
+def test_padded_rows_reuse_what_they_have_in_common(name: str, lengths: tuple[int, ...]) -> None:
+    model, store = served(name)
+    system, spread = tokens(1, 100)[0], max(lengths) - min(lengths)
+    for request in range(4):
+        rows = [torch.cat((system, tokens(1, n, seed=9 * request + i)[0])) for i, n in enumerate(lengths)]
+        ids, mask = left_padded(rows)
+        with counted(model) as widths:
+            reply = generated(model, ids, 6, mask)
+        assert torch.equal(reply, uncached(shared_model(name), ids, 6, mask))
+        # Rows are resumed together, so that shorter ones go back, as far as a window allows it.
+        if request > 1 and (spread <= 64 or name == "mistral-full"):
+            assert sum(widths) == max(lengths) + 5
+    alone = torch.cat((system, tokens(1, 9, seed=77)[0]))[None]
+    with counted(model) as widths:
+        reply = generated(model, alone, 6)
+    assert torch.equal(reply, uncached(shared_model(name), alone, 6))
+    assert widths[0] <= 9
+    assert store.stats.nbytes == held_bytes(store)
+
+
+def test_a_row_of_padding_alone_holds_up_no_other() -> None:
+    model, _ = served("gemma3")
+    long, short = tokens(1, 200)[0], tokens(1, 4, seed=1)[0]
+    ids, mask = left_padded([long, short])
+    for expected in (200, 4):
+        with counted(model) as widths:
+            reply = generated(model, ids, 6, mask)
+        assert torch.equal(reply, uncached(shared_model("gemma3"), ids, 6, mask))
+        assert widths[0] <= expected
+
+
+@pytest.mark.parametrize("name", ["llama4-chunk8", "lfm2"])
+def test_padding_passes_the_store_by_where_it_changes_what_is_kept(name: str) -> None:
+    model, store = served(name)
+    ids, mask = left_padded([tokens(1, 20)[0], tokens(1, 15, seed=1)[0]])
+    assert torch.equal(generated(model, ids, 5, mask), generated(shared_or(name), ids, 5, mask, **fresh(name)))
     assert (store.stats.entries, store.stats.hits) == (0, 0)
+
+
+def test_positions_of_a_callers_own_pass_the_store_by() -> None:
+    model, store = served("mistral")
+    ids = tokens(1, 30)
+    for positions in (torch.arange(30)[None] * 2, torch.arange(5, 35)[None]):
+        expected = uncached(shared_model("mistral"), ids, 5)
+        generated(model, ids, 5, position_ids=positions)
+        assert store.stats.entries == 0
+    generated(model, ids, 5, position_ids=torch.arange(30)[None])
+    assert store.stats.entries == 2
+    assert torch.equal(generated(model, ids, 5), expected)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma3n", "llama4-chunk8", *STATEFUL])
@@ -362,11 +534,11 @@ def test_rows_that_share_less_are_resumed_where_all_can_be() -> None:
     for text in (one, other[:, :70]):
         store.insert(text, filled(model, text, rollback=40))
     text = joined(torch.cat((one, other)), tokens(2, 10, seed=2))
-    cache = store.lookup_rows(list(text))
+    cache = store.lookup_rows([Text(as_ids(row)) for row in text])
     assert cache is not None
     assert (cache.get_seq_length(), cache.rows) == (70, 2)
     torch.testing.assert_close(fed(model, cache, text[:, 70:]), logits(model, text)[:, 70:], atol=1e-4, rtol=0)
-    assert store.lookup_rows([one[0], tokens(1, 50, seed=9)[0]]) is None
+    assert store.lookup_rows([Text(as_ids(one)), Text(as_ids(tokens(1, 50, seed=9)))]) is None
 
 
 def test_what_was_fed_unseen_is_never_stored() -> None:

@@ -107,6 +107,11 @@ class Buffer:
         first = self.span.end - tail_length(self.span.end, self.retention.window)
         return tuple(storage[:, :, self.span.slots(first, self.span.end)] for storage in self.storages)
 
+    def between(self, row: int, start: int, end: int) -> tuple[Tensor, ...]:
+        """Copies of one row's keys and values at positions [start, end), which are held: `[1, H, end - start, D]`."""
+        pieces = self._pieces or tuple((storage,) for storage in self._storages)
+        return tuple(_cut(each, row, self.span.slots(start, end)) for each in pieces)
+
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add `Q` tokens and return what they attend to: the visible past and themselves.
 
@@ -266,6 +271,18 @@ def _joined(pieces: tuple[Tensor, ...], tokens: int, capacity: int) -> Tensor:
         joined[:, :, end : end + taken.shape[TOKENS]] = taken
         end += taken.shape[TOKENS]
     return joined
+
+
+def _cut(pieces: tuple[Tensor, ...], row: int, slots: slice) -> Tensor:
+    """A copy of some slots of one row of tensors that lie one after the other."""
+    cut = [pieces[0][row : row + 1, :, :0]]
+    begin = 0
+    for piece in pieces:
+        first, last = max(slots.start - begin, 0), min(slots.stop - begin, piece.shape[TOKENS])
+        if first < last:
+            cut.append(piece[row : row + 1, :, first:last])
+        begin += piece.shape[TOKENS]
+    return torch.cat(cut, TOKENS)
 
 
 def _no_tokens(like: Tensor) -> Tensor:

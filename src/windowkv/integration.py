@@ -32,7 +32,7 @@ from windowkv.continuation import (
 )
 from windowkv.errors import InputError, OptionError, UnsupportedModelError
 from windowkv.layout import BIDIRECTIONAL_PROMPT, difference, read_layout
-from windowkv.prefix.prompt import Feed, feed_through, is_plain_text, leaving_ends
+from windowkv.prefix.prompt import Feed, feed_through, leaving_ends, stored_texts
 from windowkv.prefix.store import PrefixStore
 
 logger = logging.getLogger(__name__)
@@ -244,10 +244,13 @@ class _Prefill(_Seam):
             generation_config.prefill_chunk_size = self.options.prefill_chunk
         feed = partial(_feed, partial(getattr(type(model), _FEEDS_PROMPT), model, **kwargs))
         store = self.options.prefix_store
-        if store is None or generation_config.is_assistant or not is_plain_text(cache, input_ids, model_kwargs):
+        texts = None
+        if store is not None and not generation_config.is_assistant:
+            texts = stored_texts(model, cache, input_ids, model_kwargs)
+        if store is None or texts is None:
             return feed(input_ids, generation_config, model_kwargs)
-        store.bind(model)  # a copy of a model has a store of its own
-        return feed_through(store, feed, input_ids, generation_config, model_kwargs)
+        store.follow(model)  # a copy of a model has a store of its own
+        return feed_through(store, texts, feed, input_ids, generation_config, model_kwargs)
 
 
 class _Generating(_Seam):
@@ -256,7 +259,7 @@ class _Generating(_Seam):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate, and leave where the text ends."""
         model, store = self.model, self.options.prefix_store
-        store.bind(model)
+        store.follow(model)
         with leaving_ends(store):
             return getattr(type(model), _GENERATES)(model, *args, **kwargs)
 

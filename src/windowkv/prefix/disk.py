@@ -7,11 +7,13 @@ nothing of caches.
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import fsspec
@@ -22,7 +24,9 @@ from windowkv import cache_file
 from windowkv.errors import CacheFileError, OptionError
 from windowkv.prefix.tree import Ids
 
+Content = tuple[Mapping[str, Any], dict[str, Tensor]]  # manifest, and tensors by name
 _SUFFIX = ".kv"
+_FRESH = 1.0  # seconds for which a list of files is good enough: what others add meanwhile is computed anew
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class DiskTier:
         except (OSError, ValueError, ImportError) as why:
             raise OptionError(f"directory={directory!r} cannot be used: {why}") from why
         self._local = "file" in np.atleast_1d(self._files.protocol)
+        self._names: list[str] = []
+        self._listed = -inf  # when these were there, in seconds of the monotonic clock
 
     def keys(self, ids: Ids, lengths: Sequence[int]) -> dict[int, str]:
         """A key for each of some beginnings of a text: SHA-256 over the scope and the ids."""
@@ -92,52 +98,62 @@ class DiskTier:
 
     def points(self, ids: Ids) -> list[Point]:
         """Those from which a text may be resumed, the furthest first."""
-        named = [point for entry in self.entries() if (point := _point(entry.name)) and point.base < len(ids)]
+        named = [point for name in self._point_names() if (point := _point(name)) and point.base < len(ids)]
         keys = self.keys(ids, [point.base for point in named])
         return sorted((p for p in named if keys[p.base] == p.base_key), key=lambda point: -point.end)
 
     def has_point(self, key: str) -> bool:
         """Whether there is a point at the end of the text of that key."""
-        return any(entry.name.startswith("p-") and entry.name.endswith(key) for entry in self.entries())
+        return any(name.endswith(key) for name in self._point_names())
 
-    def read(self, name: str, *, touch: bool = True) -> tuple[Mapping[str, Any], dict[str, Tensor]] | None:
-        """A file's manifest and tensors; None, and the file is gone, when it is damaged or vanished.
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+        return bool(self._files.exists(self._path(name)))
 
-        It counts as used unless it is not to be touched.
+    def read(self, *names: str, touch: bool = True) -> list[Content] | None:
+        """The manifest and tensors of each file; None when one is damaged, which is gone then, or vanished.
+
+        They count as used unless they are not to be touched.
         """
+        found: list[Content] = []
         try:
-            with self._at_hand(name) as path:
-                content = cache_file.read(path)
-                if self._local and touch:
-                    os.utime(path)
-                return content
+            with self._at_hand(names) as paths:
+                for path in paths:
+                    found.append(cache_file.read(path))
+                    if self._local and touch:
+                        os.utime(path)
         except CacheFileError:
-            self.remove(name)
+            self.remove(names[len(found)])
+            return None
         except OSError:  # vanished, or not to be reached now
-            pass
-        return None
+            return None
+        return found
 
     def write(self, name: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
-        """Add a file, unless there is one of that name, which then has the same content."""
-        path = f"{self._folder}/{name}{_SUFFIX}"
-        if self._files.exists(path):
-            return
+        """Add a file; one of that name has the same content. Raises CacheFileError or OSError when it cannot be."""
         if self._local:
-            cache_file.write(path, tensors, manifest)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            cache_file.write(Path(folder) / "file", tensors, manifest)
-            self._files.put_file(str(Path(folder) / "file"), path)
+            cache_file.write(self._path(name), tensors, manifest)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                cache_file.write(Path(folder) / "file", tensors, manifest)
+                self._files.put_file(str(Path(folder) / "file"), self._path(name))
+        self._listed = -inf
 
     def remove(self, name: str) -> None:
         """Remove a file that may be gone already."""
         with suppress(OSError):
-            self._files.rm_file(f"{self._folder}/{name}{_SUFFIX}")
+            self._files.rm_file(self._path(name))
+        self._listed = -inf
 
-    def prune(self) -> int:
-        """Remove the least recently used files until no more than `max_bytes` are left; tells how many."""
-        entries = sorted(self.entries(), key=lambda entry: entry.used)
-        over = sum(entry.nbytes for entry in entries) - self.max_bytes if self.max_bytes is not None else 0
+    def prune(self, newest: Collection[str] = ()) -> int:
+        """Remove the least recently used files until no more than `max_bytes` are left; tells how many.
+
+        newest: names that were used last, since the clock of some filesystems is too coarse to tell.
+        """
+        if self.max_bytes is None:
+            return 0
+        entries = sorted(self.entries(), key=lambda entry: (entry.name in newest, entry.used))
+        over = sum(entry.nbytes for entry in entries) - self.max_bytes
         removed = 0
         while over > 0 and removed < len(entries):
             self.remove(entries[removed].name)
@@ -146,15 +162,28 @@ class DiskTier:
         return removed
 
     @contextmanager
-    def _at_hand(self, name: str) -> Iterator[Path]:
-        """The file on this machine; of another, a copy that is there for a while."""
-        path = f"{self._folder}/{name}{_SUFFIX}"
+    def _at_hand(self, names: Sequence[str]) -> Iterator[list[Path]]:
+        """Files on this machine; of another, copies that are there for a while, and are fetched together."""
         if self._local:
-            yield Path(path)
+            yield [Path(self._path(name)) for name in names]
             return
         with tempfile.TemporaryDirectory() as folder:
-            self._files.get_file(path, str(Path(folder) / "file"))
-            yield Path(folder) / "file"
+            copies = [Path(folder) / str(i) for i in range(len(names))]
+            self._files.get([self._path(name) for name in names], [str(copy) for copy in copies])
+            yield copies
+
+    def _path(self, name: str) -> str:
+        return f"{self._folder}/{name}{_SUFFIX}"
+
+    def _point_names(self) -> list[str]:
+        """The names of all points, as they were a moment ago."""
+        if monotonic() - self._listed > _FRESH:
+            self._names = []
+            with suppress(FileNotFoundError):
+                found = self._files.glob(f"{self._folder}/p-*{_SUFFIX}", **({} if self._local else {"refresh": True}))
+                self._names = [_name(path) for path in found]
+            self._listed = monotonic()
+        return self._names
 
 
 def scopes(directory: str | os.PathLike[str]) -> list[str]:
@@ -199,4 +228,8 @@ def _point(name: str) -> Point | None:
 def _entry(info: Mapping[str, Any]) -> Entry:
     moment = info.get("mtime", info.get("LastModified", info.get("created", 0)))
     used = moment.timestamp() if hasattr(moment, "timestamp") else float(moment or 0)
-    return Entry(info["name"].rsplit("/", 1)[-1].removesuffix(_SUFFIX), int(info["size"]), used)
+    return Entry(_name(info["name"]), int(info["size"]), used)
+
+
+def _name(path: str) -> str:
+    return path.rsplit("/", 1)[-1].removesuffix(_SUFFIX)

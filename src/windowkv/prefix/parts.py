@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from windowkv.buffers import Buffer
 from windowkv.cache import DynamicSlidingWindowCache, fork_layer, layers_nbytes
@@ -30,7 +31,6 @@ class Checkpoint:
     room: int  # how many tokens it can go back
     rollback: int
     nbytes: int
-    used: int = 0  # when, as a count of uses
 
 
 def full_layers(cache: DynamicSlidingWindowCache) -> list[BufferedLayer]:
@@ -40,19 +40,16 @@ def full_layers(cache: DynamicSlidingWindowCache) -> list[BufferedLayer]:
 
 def take_block(cache: DynamicSlidingWindowCache, row: int, start: int, end: int) -> Block:
     """A copy of positions [start, end) of the full layers."""
-    return tuple(
-        tuple(storage[row : row + 1, :, start:end].clone() for storage in layer.buffer.storages)  # type: ignore[misc]
-        for layer in full_layers(cache)
-    )
+    return tuple(layer.buffer.between(row, start, end) for layer in full_layers(cache))  # type: ignore[misc]
 
 
-def take_checkpoint(cache: DynamicSlidingWindowCache, row: int) -> Checkpoint:
-    """A copy of all other layers."""
+def take_checkpoint(cache: DynamicSlidingWindowCache, row: int, padding: int = 0) -> Checkpoint:
+    """A copy of all other layers, of a row in which so much padding comes before the text."""
     layers: dict[int, Any] = {}
-    room = cache.get_seq_length()
+    room = cache.get_seq_length() - padding
     for i, (layer, spec) in enumerate(zip(cache.layers, cache.layout.layers, strict=False)):
         if spec.bounded:
-            layers[i], back = _taken(layer, row)
+            layers[i], back = _taken(layer, row, padding)
             room = min(room, back)
         elif spec.kind != "full":
             layers[i] = fork_layer(layer)
@@ -75,14 +72,18 @@ def block_nbytes(block: Block | None) -> int:
 
 
 def assemble(
-    config: Any, checkpoint: Checkpoint, back: int, blocks: Iterable[Block], point: int
+    config: Any, checkpoint: Checkpoint, back: int, blocks: Iterable[Block], point: int, rollback: int | None = None
 ) -> DynamicSlidingWindowCache:
     """A cache that has seen `point` tokens, `back` fewer than the checkpoint; nothing is copied until it is written."""
-    cache = DynamicSlidingWindowCache(config, rollback=checkpoint.rollback)
+    cache = DynamicSlidingWindowCache(config, rollback=checkpoint.rollback if rollback is None else rollback)
     for i, layer in checkpoint.layers.items():
-        cache.layers[i] = fork_layer(layer)
         if isinstance(layer, BufferedLayer):
-            cache.layers[i].buffer.take_back(back)
+            buffer, retention = layer.buffer.fork(), cache.layers[i].buffer.retention
+            buffer.take_back(back)
+            buffer.retention = retention
+            cache.layers[i].buffer = Buffer.over(retention, *buffer.kept())
+        else:
+            cache.layers[i] = fork_layer(layer)
     columns = list(zip(*blocks, strict=True))
     for layer, pairs in zip(full_layers(cache), columns, strict=True):
         pieces = tuple(zip(*pairs, strict=True))
@@ -129,28 +130,39 @@ def block_from(tensors: Mapping[str, Tensor], layers: int) -> Block:
         raise CacheFileError(f"no block: {missing} is missing") from missing
 
 
-def stack(caches: list[DynamicSlidingWindowCache]) -> DynamicSlidingWindowCache:
-    """One cache of the rows of several, which have seen as many tokens; a single one as it is."""
-    first = caches[0]
-    if len(caches) == 1:
-        return first
-    for i, layer in enumerate(first.layers):
-        others = [cache.layers[i] for cache in caches]
-        if isinstance(layer, BufferedLayer):
-            layer.buffer = _stacked([other.buffer for other in others])
-        else:
-            _stack_states(layer, others)
-    histories = [cache.history.tokens for cache in caches if cache.history is not None]
-    first.history = TokenHistory(torch.cat(histories)) if len(histories) == len(caches) else None
+def stack(
+    caches: list[DynamicSlidingWindowCache | None], end: int, histories: list[Tensor]
+) -> DynamicSlidingWindowCache:
+    """One cache of the rows of several, whose texts all end at position `end`; a single one as it is.
+
+    What comes before a text is padding; None is a row of padding alone. histories: ids `[1, end]` of each row.
+    """
+    full = [cache for cache in caches if cache is not None]
+    first = full[0]
+    if len(caches) > 1:
+        for i, layer in enumerate(first.layers):
+            if isinstance(layer, BufferedLayer):
+                layer.buffer = _stacked([cache and cache.layers[i].buffer for cache in caches], end)
+            else:
+                _stack_states(layer, [cache.layers[i] for cache in full])
+    first.history = TokenHistory(torch.cat(histories))
     return first
 
 
-def _stacked(buffers: list[Buffer]) -> Buffer:
-    held = min(buffer.kept()[0].held for buffer in buffers)
-    end = buffers[0].span.end
-    rows = [[state[:, :, state.shape[2] - held :] for state in buffer.kept()[1]] for buffer in buffers]
-    states = tuple(torch.cat(column) for column in zip(*rows, strict=True))
-    return Buffer.over(buffers[0].retention, Span(end - held, end), states)
+def _stacked(buffers: list[Buffer | None], end: int) -> Buffer:
+    """Rows of one buffer, as long as the one that holds least; one that holds its text whole goes on with zeros."""
+    kept = [buffer.kept() for buffer in buffers if buffer is not None]
+    held = min([end, *(span.held for span, _ in kept if span.start)])
+    like = kept[0][1]
+    rows = [_last(like, 0, held) if buffer is None else _last(buffer.kept()[1], held, held) for buffer in buffers]
+    retention = next(buffer.retention for buffer in buffers if buffer is not None)
+    return Buffer.over(retention, Span(end - held, end), tuple(torch.cat(column) for column in zip(*rows, strict=True)))
+
+
+def _last(states: tuple[Tensor, ...], taken: int, width: int) -> list[Tensor]:
+    """The last `taken` tokens of each, with zeros before them up to a width."""
+    last = [state[:, :, max(0, state.shape[2] - taken) :] for state in states]
+    return [pad(state, (0, 0, width - state.shape[2], 0)) for state in last]
 
 
 def _stack_states(layer: Any, others: list[Any]) -> None:
@@ -164,8 +176,10 @@ def _stack_states(layer: Any, others: list[Any]) -> None:
                     value[key] = torch.cat([getattr(other, name)[key] for other in others])
 
 
-def _taken(layer: BufferedLayer, row: int) -> tuple[BufferedLayer, int]:
-    span, states = layer.buffer.kept()
+def _taken(layer: BufferedLayer, row: int, padding: int) -> tuple[BufferedLayer, int]:
+    retention, (span, _) = layer.buffer.retention, layer.buffer.kept()
+    states = layer.buffer.between(row, max(span.start, padding), span.end)
+    text = Span(max(0, span.start - padding), span.end - padding)
     twin = copy.copy(layer)
-    twin.buffer = Buffer.over(layer.buffer.retention, span, tuple(state[row : row + 1].clone() for state in states))
-    return twin, layer.buffer.retention.rollback_room(span)
+    twin.buffer = Buffer.over(retention, text, states)
+    return twin, retention.rollback_room(text)

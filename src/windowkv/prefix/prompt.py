@@ -1,6 +1,6 @@
 """How generate feeds a prompt by way of a store: what it takes from there, and what it leaves.
 
-Knows the arguments of generate's first forward. Knows nothing of models.
+Knows the arguments of generate's first forward. Knows nothing of how a model is changed.
 """
 
 import copy
@@ -11,29 +11,43 @@ from typing import Any
 
 from torch import Tensor
 
+from windowkv.attention_interface import is_plain_decoder
 from windowkv.cache import DynamicSlidingWindowCache
 from windowkv.continuation import TEXT_INPUTS, handed_cache
+from windowkv.history import PADDING
+from windowkv.prefix.fingerprint import is_as_given
 from windowkv.prefix.store import PrefixStore
+from windowkv.prefix.texts import Text, texts_of
 
 _FED: ContextVar[list[DynamicSlidingWindowCache] | None] = ContextVar("fed", default=None)  # in this generate
 Feed = Callable[[Tensor, Any, dict[str, Any]], Any]  # ids [B, n], generation config, arguments of the forward
 
 
-def is_plain_text(cache: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a prompt is all that a cache will have seen: ids alone, whole and without padding."""
-    mask = model_kwargs.get("attention_mask")
-    return (
+def stored_texts(model: Any, cache: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[Text] | None:
+    """The texts of a prompt that are all that a cache will have seen, one where all rows are equal.
+
+    None for prompts that a store cannot serve: of more than ids, not whole, or computed in a way of their own.
+    """
+    if not (
         isinstance(cache, DynamicSlidingWindowCache)
         and cache.history is not None
         and cache.history.complete
         and {name for name, value in model_kwargs.items() if isinstance(value, Tensor)} <= TEXT_INPUTS
         and cache.get_seq_length() < input_ids.shape[1]
-        and (mask is None or (mask.shape[1] == input_ids.shape[1] and bool(mask.all())))
-    )
+        and is_as_given(model)
+    ):
+        return None
+    texts = texts_of(input_ids, *(model_kwargs.get(name) for name in ("attention_mask", "position_ids")))
+    return texts if texts and (_pads_like_none(model, cache) or not any(text.padding for text in texts)) else None
 
 
 def feed_through(
-    store: PrefixStore, feed: Feed, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    store: PrefixStore,
+    texts: list[Text],
+    feed: Feed,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
 ) -> Any:
     """Start from what the store has of a prompt, feed the rest, and leave the prompt's end there.
 
@@ -41,7 +55,6 @@ def feed_through(
     next prompt with that beginning finds it. Of several texts, that is done where all leave them together.
     """
     cache = handed_cache(model_kwargs)
-    texts = input_ids[:1] if bool((input_ids == input_ids[:1]).all()) else input_ids
     if not cache.get_seq_length():
         _start_from(store, cache, texts, rows=len(input_ids))
     points = {store.branch_point(text, after=cache.get_seq_length()) for text in texts}
@@ -64,23 +77,32 @@ def leaving_ends(store: PrefixStore) -> Iterator[None]:
         yield
         for cache in _FED.get() or ():
             if cache.rows == 1 and cache.history is not None and cache.history.complete:
-                store.insert(cache.history.tokens, cache)
+                tokens = cache.history.tokens
+                for text in texts_of(tokens.clamp_min(0), tokens != PADDING, None) or ():
+                    store.insert(text.ids, cache, padding=text.padding)
     finally:
         _FED.reset(token)
 
 
-def _start_from(store: PrefixStore, cache: DynamicSlidingWindowCache, texts: Tensor, *, rows: int) -> None:
-    found = store.lookup_rows(list(texts))
+def _pads_like_none(model: Any, cache: DynamicSlidingWindowCache) -> bool:
+    """Whether a text leaves the same in a cache after padding as alone, but for the place."""
+    kinds = {spec.kind for spec in cache.layout.layers}
+    return is_plain_decoder(model) and kinds <= {"full", "sliding", "shared"}
+
+
+def _start_from(store: PrefixStore, cache: DynamicSlidingWindowCache, texts: list[Text], *, rows: int) -> None:
+    found = store.lookup_rows(texts, rollback=cache.rollback)
     if found is None:
         return
     cache.layers, cache.history = found.layers, found.history
     if rows > len(texts) and cache.layout.foreign:  # transformers' own layers do not repeat a single row by themselves
-        cache.reorder_cache(texts.new_zeros(rows))
+        cache.batch_repeat_interleave(rows)
 
 
-def _leave(store: PrefixStore, cache: DynamicSlidingWindowCache, texts: Tensor) -> None:
+def _leave(store: PrefixStore, cache: DynamicSlidingWindowCache, texts: list[Text]) -> None:
     for row, text in enumerate(texts):
-        store.insert(text, cache, row=row)
+        if text.padding < cache.get_seq_length():
+            store.insert(text.ids, cache, row=row, padding=text.padding)
 
 
 def _of_beginning(generation_config: Any, model_kwargs: dict[str, Any], width: int) -> tuple[Any, dict[str, Any]]:

@@ -3,39 +3,43 @@
 Knows what is kept, what is handed out, and what goes first. Knows nothing of generate.
 """
 
+import logging
 import os
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from windowkv import cache_file
 from windowkv.cache import DynamicSlidingWindowCache
 from windowkv.errors import InputError, OptionError
 from windowkv.history import TokenHistory
+from windowkv.layout import difference, read_layout
 from windowkv.prefix.disk import DiskTier
 from windowkv.prefix.files import read_point, write_point
-from windowkv.prefix.fingerprint import fingerprint, weights_version
+from windowkv.prefix.fingerprint import circumstances, fingerprint, weights_version
 from windowkv.prefix.parts import (
     Block,
     Checkpoint,
     assemble,
     block_nbytes,
-    full_layers,
     split_block,
     stack,
     take_block,
     take_checkpoint,
 )
+from windowkv.prefix.texts import Text, Tokens, as_ids
 from windowkv.prefix.tree import Ids, Node, Tree, prune
+from windowkv.prefix.writer import BackgroundWriter
+
+logger = logging.getLogger(__name__)
 
 _Node = Node[Block, Checkpoint]
+_Place = tuple[_Node, int]  # a checkpoint, and the token at which a text is resumed from it
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class PrefixStore:
     Args:
         max_bytes: most bytes that are ever held in memory, counted by storages.
         directory: where beginnings are kept in files besides: a path, or an fsspec URL. Several processes may share it.
+            Files are written while the model goes on; `flush` waits for them.
         namespace: whose prefixes these are: stores of different namespaces never share anything under one directory.
         max_disk_bytes: most bytes of this model's and namespace's files; None for no limit.
 
@@ -86,13 +91,15 @@ class PrefixStore:
         self.max_bytes, self.directory = max_bytes, directory
         self.namespace, self.max_disk_bytes = namespace, max_disk_bytes
         self._disk: DiskTier | None = None
+        self._writer = BackgroundWriter()
         self._lock = threading.RLock()
         self._model: weakref.ref[Any] | None = None
         self._version: tuple[Any, ...] | None = None
-        self._fingerprint = ""
-        self._trees: dict[str, Tree[Block, Checkpoint]] = {}  # by the fingerprint of the weights that were on
+        self._fingerprint = self._scope = ""
+        self._trees: dict[str, Tree[Block, Checkpoint]] = {}  # by the scope that was on
+        self._recent: OrderedDict[_Node, Checkpoint] = OrderedDict()  # the least recently used first
+        self._reach = 0  # most tokens that any checkpoint can go back
         self._stats = Stats()
-        self._clock = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PrefixStore":
         """A store with the same options that holds nothing: the copy of a model is another model."""
@@ -105,105 +112,151 @@ class PrefixStore:
     @property
     def stats(self) -> Stats:
         """What it did so far, and what it holds."""
+        self.flush()
         with self._lock:
             on_disk = sum(entry.nbytes for entry in self._disk.entries()) if self._disk else 0
-            entries = sum(node.checkpoint is not None for node in self._nodes())
-            return replace(self._stats, entries=entries, disk_nbytes=on_disk)
+            return replace(self._stats, entries=len(self._recent), disk_nbytes=on_disk)
 
     def bind(self, model: Any) -> None:
-        """Serve this model. Raises OptionError when the store serves another, which is still there."""
+        """Serve this model, all of whose weights are read. Raises OptionError when it serves another, still there."""
         with self._lock:
             bound = self._model and self._model()
             if bound is not None and bound is not model:
                 raise OptionError(f"this store serves another {type(bound).__name__}: a store serves one model")
-            self._model = weakref.ref(model)
+            before, self._model, self._version = self._model, weakref.ref(model), None
+            try:
+                self._served()
+            except OptionError:
+                self._model = before
+                raise
+
+    def follow(self, model: Any) -> None:
+        """Serve the model that generates, which may be a copy of the one that was enabled."""
+        if self._model is None or self._model() is not model:
+            self.bind(model)
 
     def clear(self) -> None:
         """Hold nothing in memory; files stay."""
+        self.flush()
         with self._lock:
-            self._trees = {}
+            self._trees, self._recent = {}, OrderedDict()
             self._stats = replace(self._stats, nbytes=0)
 
-    def lookup(self, tokens: Sequence[int] | Tensor) -> DynamicSlidingWindowCache | None:
+    def flush(self) -> None:
+        """Return when all that was inserted is in its files."""
+        self._writer.wait()
+
+    def lookup(self, tokens: Tokens, *, rollback: int | None = None) -> DynamicSlidingWindowCache | None:
         """A cache that has seen the longest beginning of a text that can be resumed; None where there is none.
 
         At least one token is left to be run. The cache is the caller's own: it shares what the store holds until it is
-        written. tokens: ids, `[n]` or `[1, n]`. Raises InputError for anything else, OptionError without a model.
-        """
-        return self.lookup_rows([tokens])
+        written. How far it can be cropped at first is what was stored allows; then it keeps `rollback` tokens.
 
-    def lookup_rows(self, texts: Sequence[Sequence[int] | Tensor]) -> DynamicSlidingWindowCache | None:
-        """As `lookup`, for the texts of a batch: a row for each, resumed at the furthest point that serves all.
+        Args:
+            tokens: ids, `[n]` or `[1, n]`.
+            rollback: of the cache that is handed out, in tokens; without it, as the stored one's.
+
+        Raises:
+            InputError: these are no ids.
+            OptionError: the store serves no model.
+        """
+        return self.lookup_rows([Text(as_ids(tokens))], rollback=rollback)
+
+    def lookup_rows(self, texts: Sequence[Text], *, rollback: int | None = None) -> DynamicSlidingWindowCache | None:
+        """As `lookup`, for the texts of a batch, which end together: a row for each, resumed where all can be.
 
         What several rows hold is put together, so that it is a copy.
         """
-        rows = [as_ids(text) for text in texts]
         with self._lock:
             model = self._served()
-            for ids in rows:
-                self._fetch(model, ids)
-            found = self._best_of_all(rows)
-            reused = sum(point for _, point in found)
+            for text in texts:
+                self._fetch(model, text.ids)
+            point, found = self._best_of_all(texts)
+            reused = sum(place[1] for place in found if place)
             self._stats = replace(
                 self._stats,
-                hits=self._stats.hits + bool(found),
-                misses=self._stats.misses + (not found),
+                hits=self._stats.hits + bool(point),
+                misses=self._stats.misses + (not point),
                 tokens_reused=self._stats.tokens_reused + reused,
-                tokens_computed=self._stats.tokens_computed + sum(map(len, rows)) - reused,
+                tokens_computed=self._stats.tokens_computed + sum(len(text.ids) for text in texts) - reused,
             )
-            caches = [self._handed_out(model, ids, *place) for ids, place in zip(rows, found, strict=False)]
-        return stack(caches) if caches else None
+            if not point:
+                return None
+            caches = [
+                place and self._handed_out(model, text.ids, *place, rollback)
+                for text, place in zip(texts, found, strict=True)
+            ]
+        return stack(caches, point, [text.row(point) for text in texts])
 
-    def branch_point(self, tokens: Sequence[int] | Tensor, after: int) -> int | None:
+    def branch_point(self, text: Text, after: int) -> int | None:
         """Where a text leaves those that are stored, if that is later than `after`: worth a resume point of its own."""
-        ids = as_ids(tokens)
         with self._lock:
-            agreed = min(self._tree.match(ids)[1], len(ids) - 1)
-            return agreed if agreed > after else None
+            agreed = text.padding + min(self._tree.match(text.ids)[1], len(text.ids) - 1)
+            return agreed if agreed > max(after, text.padding) else None
 
-    def insert(self, tokens: Sequence[int] | Tensor, cache: DynamicSlidingWindowCache, *, row: int = 0) -> bool:
+    def insert(self, tokens: Tokens, cache: DynamicSlidingWindowCache, *, row: int = 0, padding: int = 0) -> bool:
         """Keep what a cache holds, of one row, as that of the text that it has seen; tells whether it is kept.
 
-        tokens: the ids of at least what the cache has seen. What is kept is a copy. Raises InputError for a cache that
-        has seen more than the ids tell, or others; OptionError without a model.
+        Args:
+            tokens: the ids of at least what the row has seen, without padding, `[n]` or `[1, n]`.
+            cache: of the model that the store serves. What is kept is a copy.
+            row: which text of a batch it is.
+            padding: how many padding tokens the cache has seen before that text.
+
+        Raises:
+            InputError: the cache has seen more than the ids tell, or others, has no such row, is another model's, or a
+                change of it broke off.
+            OptionError: the store serves no model.
         """
-        seen = cache.get_seq_length()
-        ids = as_ids(tokens)[:seen]
-        _check_text(ids, cache, row)
+        seen = cache.get_seq_length() - padding
+        ids = as_ids(tokens)[: max(0, seen)]
         with self._lock:
-            self._served()
-            if not seen or self._touched(ids):
-                return bool(seen)
-            checkpoint = take_checkpoint(cache, row)
+            model = self._served()
+            _check_cache(cache, model)
+            _check_text(ids, cache, row, padding)
+            if seen <= 0 or self._touched(ids):
+                return bool(seen > 0)
+            checkpoint = take_checkpoint(cache, row, padding)
+            node = self._add(ids, cache, checkpoint, row, padding)
             if self._disk is not None:
-                write_point(self._disk, ids, cache, row, checkpoint)
-            return self._add(ids, cache, row, checkpoint)
+                # What the store holds never changes, so that it can be written while the cache goes on.
+                kept = cache if node is None else self._handed_out(model, ids, node, len(ids), None)
+                places = (row, padding) if node is None else (0, 0)
+                write = partial(write_point, self._disk, ids, kept, checkpoint, *places)
+                self._writer.submit(write)
+                if node is None:
+                    self._writer.wait()
+            return node is not None
 
     @property
     def _tree(self) -> Tree[Block, Checkpoint]:
-        return self._trees.setdefault(self._fingerprint, Tree())
+        return self._trees.setdefault(self._scope, Tree())
 
     def _nodes(self) -> Iterator[_Node]:
         return (node for tree in self._trees.values() for node in tree.nodes())
 
-    def _add(self, ids: Ids, cache: DynamicSlidingWindowCache, row: int, checkpoint: Checkpoint) -> bool:
+    def _add(
+        self, ids: Ids, cache: DynamicSlidingWindowCache, checkpoint: Checkpoint, row: int = 0, padding: int = 0
+    ) -> _Node | None:
+        """The node of a text's end, with what a cache holds of it; None where that is more than may be held at all."""
         node, agreed = self._tree.match(ids)
-        per_token = sum(storage[:1, :, :1].nbytes for layer in full_layers(cache) for storage in layer.buffer.storages)
+        per_token = block_nbytes(take_block(cache, row, padding, padding + 1))
         if per_token * len(ids) + checkpoint.nbytes > self.max_bytes:
             self._stats = replace(self._stats, refused=self._stats.refused + 1)
-            return False
+            return None
         if agreed != node.end:
             self._split(node, agreed)
         # The path first, so that nothing on it is evicted; then room for what it is to hold; then that.
         path = self._tree.add(ids)
-        path[-1].checkpoint, checkpoint.used = checkpoint, self._tick()
+        path[-1].checkpoint = self._recent[path[-1]] = checkpoint
+        self._reach = max(self._reach, checkpoint.room)
         self._evict(self.max_bytes - per_token * (len(ids) - agreed) - checkpoint.nbytes, keep=path[-1])
         self._count(checkpoint.nbytes)
         for each in path:
             if each.block is None:
-                each.block = take_block(cache, row, each.start, each.end)
+                each.block = take_block(cache, row, each.start + padding, each.end + padding)
                 self._count(block_nbytes(each.block))
-        return True
+        return path[-1]
 
     def _fetch(self, model: Any, ids: Ids) -> None:
         """Bring in what the files have of a text, when that is more than is held."""
@@ -213,10 +266,10 @@ class PrefixStore:
         for point in self._disk.points(ids):
             if min(point.end, len(ids) - 1) <= (held[1] if held else 0):
                 return
-            if (read := read_point(self._disk, point, model.config)) is None:
+            if (read := read_point(self._disk, point, model.config, model.device)) is None:
                 continue
             text, cache = read
-            if self._add(text, cache, 0, take_checkpoint(cache, 0)):
+            if self._add(text, cache, take_checkpoint(cache, 0)) is not None:
                 self._stats = replace(self._stats, fetched=self._stats.fetched + 1)
                 held = self._best(ids, len(ids) - 1)
 
@@ -225,45 +278,52 @@ class PrefixStore:
         node, agreed = self._tree.match(ids)
         if agreed != len(ids) or node.end != agreed or node.checkpoint is None:
             return False
-        node.checkpoint.used = self._tick()
+        self._recent.move_to_end(node)
         return True
 
-    def _best_of_all(self, rows: list[Ids]) -> list[tuple[_Node, int]]:
-        """For each text a checkpoint from which it can be resumed at one point for all; empty where there is none."""
-        limit = min(map(len, rows)) - 1
-        while True:
-            found = [self._best(ids, limit) for ids in rows]
-            places = [place for place in found if place is not None]
-            if len(places) < len(rows):
-                return []
-            limit = min(point for _, point in places)
-            if all(point == limit for _, point in places):
-                return places
+    def _best_of_all(self, texts: Sequence[Text]) -> tuple[int, list[_Place | None]]:
+        """The furthest position at which all rows of a batch can be resumed, and from where each; 0 where none is.
 
-    def _best(self, ids: Ids, most: int) -> tuple[_Node, int] | None:
+        A row that is padding up to there needs nothing.
+        """
+        point = min(text.end for text in texts) - 1
+        while point > 0:
+            found = [self._best(text.ids, point - text.padding) for text in texts]
+            reached = (
+                min(point, text.padding) if place is None else text.padding + place[1]
+                for text, place in zip(texts, found, strict=True)
+            )
+            lowest = min(reached)
+            if lowest == point:
+                return (point, found) if any(found) else (0, [])
+            point = lowest
+        return 0, []
+
+    def _best(self, ids: Ids, most: int) -> _Place | None:
         """The checkpoint from which most of a text can be resumed, and how much that is; `most` at most."""
         node, agreed = self._tree.match(ids)
         limit = min(agreed, most)
-        best: tuple[int, int, _Node] | None = None
-        reach = limit + max((other.checkpoint.room for other in self._tree.nodes() if other.checkpoint), default=0)
+        if limit <= 0:
+            return None
+        before = next((each for each in reversed(node.path()) if each.checkpoint and each.end <= limit), None)
+        if before is not None and before.end == limit:
+            return before, limit
         while node.parent is not None and node.start >= limit:
             node = node.parent
-        for candidate in (*node.path()[:-1], *node.below(reach + 1)):
-            if candidate.checkpoint is None:
-                continue
-            point = min(candidate.end, limit)
-            if point > 0 and candidate.end - point <= candidate.checkpoint.room:
-                key = (point, candidate.checkpoint.used, candidate)
-                best = key if best is None or key[:2] > best[:2] else best
-        return (best[2], best[0]) if best else None
+        for after in node.below(limit + self._reach + 1):
+            if after.checkpoint and 0 < after.end - limit <= after.checkpoint.room:
+                return after, limit
+        return None if before is None else (before, before.end)
 
-    def _handed_out(self, model: Any, ids: Ids, node: _Node, point: int) -> DynamicSlidingWindowCache:
+    def _handed_out(
+        self, model: Any, ids: Ids, node: _Node, point: int, rollback: int | None
+    ) -> DynamicSlidingWindowCache:
         checkpoint = node.checkpoint
         assert checkpoint is not None
-        checkpoint.used = self._tick()
+        self._recent.move_to_end(node)
         blocks = [each.block for each in node.path() if each.start < point and each.block is not None]
-        cache = assemble(model.config, checkpoint, node.end - point, blocks, point)
-        cache.history = TokenHistory(torch.from_numpy(ids[:point].copy())[None])
+        cache = assemble(model.config, checkpoint, node.end - point, blocks, point, rollback)
+        cache.history = TokenHistory(Text(ids).row(point))
         return cache
 
     def _split(self, node: _Node, at: int) -> None:
@@ -274,19 +334,17 @@ class PrefixStore:
 
     def _evict(self, limit: int, *, keep: _Node) -> None:
         """Drop the least recently used checkpoints, and blocks that lead to none, until at most `limit` is held."""
-        if self._stats.nbytes <= limit:
-            return
-        entries = [(node.checkpoint.used, i, node) for i, node in enumerate(self._nodes()) if node.checkpoint]
-        for _, _, node in sorted(entries, key=lambda entry: entry[:2]):
-            if self._stats.nbytes <= limit:
+        while self._stats.nbytes > limit:
+            node = next((each for each in self._recent if each is not keep), None)
+            if node is None:
                 return
-            if node is keep or node.checkpoint is None:
-                continue
-            self._count(-node.checkpoint.nbytes)
+            self._writer.wait()  # what is being written stays alive until then
+            self._count(-self._recent.pop(node).nbytes)
             node.checkpoint = None
             self._stats = replace(self._stats, evictions=self._stats.evictions + 1)
             for gone in prune(node):
                 self._count(-block_nbytes(gone.block))
+            self._trees = {at: tree for at, tree in self._trees.items() if tree.root.children or at == self._scope}
 
     def _served(self) -> Any:
         """The model, whose fingerprint is brought up to date."""
@@ -296,37 +354,48 @@ class PrefixStore:
         version = weights_version(model)
         if version != self._version:
             self._version, self._fingerprint = version, fingerprint(model)
-            if self.directory is not None:
-                scope = sha256(f"{cache_file.FORMAT}:{self._fingerprint}:{self.namespace}".encode()).hexdigest()[:32]
-                self._disk = DiskTier(self.directory, scope, self.max_disk_bytes)
+        devices, cast = circumstances(model)
+        scope = f"{self._fingerprint}:{cast}:{devices}"
+        if scope != self._scope:
+            try:
+                self._disk = self._tier(f"{self._fingerprint}:{cast}", devices)
+            except OptionError as why:
+                if not self._scope:  # in `bind`, whose caller can mend it
+                    raise
+                logger.warning("the files of a store are left alone: %s", why)
+                self._disk = None
+            self._scope = scope
         return model
 
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+    def _tier(self, computed: str, devices: str) -> DiskTier | None:
+        if self.directory is None:
+            return None
+        if "," in devices:
+            logger.warning("a model on %s is served from memory alone: files do not tell which layer is where", devices)
+            return None
+        digest = sha256(f"{cache_file.FORMAT}:{computed}:{self.namespace}".encode()).hexdigest()
+        return DiskTier(self.directory, digest[:32], self.max_disk_bytes)
 
     def _count(self, nbytes: int) -> None:
         self._stats = replace(self._stats, nbytes=self._stats.nbytes + nbytes)
 
 
-def as_ids(tokens: Sequence[int] | Tensor) -> Ids:
-    """Ids `[n]` of a list, or of an integer tensor `[n]` or `[1, n]`. Raises InputError for anything else."""
-    try:
-        tensor = torch.as_tensor(tokens)
-    except (TypeError, ValueError, RuntimeError) as why:
-        raise InputError(f"tokens {tokens!r}: ids are a list of integers, or a tensor [n] or [1, n] of them") from why
-    if tensor.ndim == 2 and tensor.shape[0] == 1:
-        tensor = tensor[0]
-    if tensor.ndim != 1 or (tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool)):
-        raise InputError(f"tokens {tensor.dtype} {list(tensor.shape)}: ids are integers, [n] or [1, n]")
-    return tensor.cpu().numpy().astype(np.int32)
+def _check_cache(cache: DynamicSlidingWindowCache, model: Any) -> None:
+    if cache.interrupted:
+        raise InputError("a change of this cache did not end, and its layers may hold different tokens: reset it first")
+    if unlike := difference(cache.layout, read_layout(model.config)):
+        raise InputError(f"this cache is for another model: {unlike}")
 
 
-def _check_text(ids: Ids, cache: DynamicSlidingWindowCache, row: int) -> None:
-    seen, history = cache.get_seq_length(), cache.history
-    if len(ids) < seen:
-        raise InputError(f"{len(ids)} ids for a cache that has seen {seen} tokens")
-    if history is not None and history.rows > row:
-        known = history.tokens[row : row + 1]
-        if history.interrupted or TokenHistory(known).common_prefix(torch.from_numpy(ids)[None]) < len(history):
+def _check_text(ids: Ids, cache: DynamicSlidingWindowCache, row: int, padding: int) -> None:
+    seen, rows, history = cache.get_seq_length(), cache.rows or 1, cache.history
+    if not 0 <= row < rows:
+        raise InputError(f"row={row}: this cache holds rows 0 to {rows - 1}")
+    if not 0 <= padding <= seen:
+        raise InputError(f"padding={padding}: this cache has seen {seen} tokens")
+    if padding + len(ids) < seen:
+        raise InputError(f"{len(ids)} ids for a cache that has seen {seen - padding} tokens")
+    if history is not None:
+        known = TokenHistory(history.tokens[row : row + 1] if history.rows > 1 else history.tokens)
+        if known.common_prefix(Text(ids, padding).row(seen)) < len(history):
             raise InputError("this cache has seen other tokens than these ids")
