@@ -305,6 +305,10 @@ def test_a_store_serves_the_next_run_and_is_kept_in_order(command: Command, mode
     (scope,) = json.loads(command("store", "ls", folder, "--json").out)["scopes"]
     assert (scope["points"], scope["longest"], scope["blocks"]) == (2, len(PROMPT) + 19, 1)
     assert scope["scope"][:16] in command("store", "ls", folder).out
+    totals = json.loads(command("store", "stats", folder, "--json").out)
+    assert (totals["scopes"], totals["points"], totals["blocks"]) == (1, 2, 1)
+    assert totals["nbytes"] == sum(path.stat().st_size for path in folder.rglob("*.kv"))
+    assert "2, the longest of" in command("store", "stats", folder).out
     assert command("store", "verify", folder).out == "3 files are whole, 0 were damaged and are gone\n"
     victim = next(folder.rglob("b-*"))
     victim.write_bytes(victim.read_bytes()[:-1])
@@ -314,6 +318,7 @@ def test_a_store_serves_the_next_run_and_is_kept_in_order(command: Command, mode
     assert command("store", "clear", folder).out.endswith("files removed\n")
     assert not list(folder.rglob("*.kv"))
     assert command("store", "ls", tmp_path / "nowhere").code == 1
+    assert "never" in command("store", "stats", folder).out
 
 
 def _saved(model: Any, like: str, folder: Path) -> str:

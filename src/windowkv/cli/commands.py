@@ -304,6 +304,19 @@ def list_store(directory: StoreDirectory, as_json: AsJson = False) -> None:
         print_table(reports.scopes_table(found, title=directory))
 
 
+@store_app.command("stats")
+def count_store(directory: StoreDirectory, as_json: AsJson = False) -> None:
+    """Tell what all of it comes to."""
+    import_slowly("windowkv.prefix.disk")
+    from windowkv.prefix.disk import summaries
+
+    found = summaries(directory)
+    if as_json:
+        print_json({"directory": directory} | reports.store_report(found))
+    else:
+        print_table(reports.store_table(found, title=directory))
+
+
 @store_app.command("verify")
 def verify_store(directory: StoreDirectory) -> None:
     """Read every file, and remove those that are damaged."""

@@ -6,6 +6,7 @@ Knows which numbers are worth telling, and their units. Computes none of them.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
@@ -207,10 +208,43 @@ def scope_report(scope: "ScopeSummary") -> dict[str, Any]:
 
 def scopes_table(scopes: "Sequence[ScopeSummary]", *, title: str) -> Table:
     """What is stored for each model and namespace, for a reader."""
-    table = _table(title, "model and namespace", "texts", "longest", "blocks", "bytes")
+    table = _table(title, "model and namespace", "texts", "longest", "blocks", "bytes", "last used")
     for each in scopes:
-        table.add_row(each.scope[:16], f"{each.points:,}", f"{each.longest:,}", f"{each.blocks:,}", size(each.nbytes))
+        counts = (f"{count:,}" for count in (each.points, each.longest, each.blocks))
+        table.add_row(each.scope[:16], *counts, size(each.nbytes), _moment(each.used))
     return table
+
+
+def store_report(scopes: "Sequence[ScopeSummary]") -> dict[str, Any]:
+    """What all of a store's files come to, for JSON."""
+    return {
+        "scopes": len(scopes),
+        "points": sum(each.points for each in scopes),
+        "longest": max((each.longest for each in scopes), default=0),
+        "blocks": sum(each.blocks for each in scopes),
+        "nbytes": sum(each.nbytes for each in scopes),
+        "used": max((each.used for each in scopes), default=0.0),
+    }
+
+
+def store_table(scopes: "Sequence[ScopeSummary]", *, title: str) -> Table:
+    """What all of a store's files come to, for a reader."""
+    report, table = store_report(scopes), _table(title, "", "")
+    table.add_row("models and namespaces", f"{report['scopes']:,}")
+    table.add_row("texts", f"{report['points']:,}, the longest of {report['longest']:,} tokens")
+    table.add_row("blocks that texts share", f"{report['blocks']:,}")
+    table.add_row("bytes", size(report["nbytes"]))
+    table.add_row("last used", _moment(report["used"]))
+    return table
+
+
+def _moment(seconds: float) -> str:
+    """Local time, to the minute.
+
+    >>> _moment(0)
+    'never'
+    """
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M") if seconds else "never"
 
 
 def _table(title: str, first: str, *others: str) -> Table:

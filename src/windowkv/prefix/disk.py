@@ -57,6 +57,7 @@ class ScopeSummary:
     longest: int  # tokens
     blocks: int
     nbytes: int
+    used: float  # seconds since the epoch: the latest of its files
 
 
 class DiskTier:
@@ -204,7 +205,8 @@ def summaries(directory: str | os.PathLike[str]) -> list[ScopeSummary]:
         points = [point for entry in entries if (point := _point(entry.name))]
         longest = max((point.end for point in points), default=0)
         nbytes = sum(entry.nbytes for entry in entries)
-        found.append(ScopeSummary(scope, len(points), longest, len(entries) - len(points), nbytes))
+        used = max((entry.used for entry in entries), default=0.0)
+        found.append(ScopeSummary(scope, len(points), longest, len(entries) - len(points), nbytes, used))
     return found
 
 
