@@ -15,7 +15,7 @@ MAP = (ROOT / "docs" / "architecture.md").read_text()
 # A module imports only from rows above its own.
 ROWS = [
     {"errors", "window"},
-    {"layout", "attention", "history", "cache_file", "prefix/tree", "prefix/fingerprint", "prefix/writer"},
+    {"layout", "attention", "history", "changes", "cache_file", "prefix/tree", "prefix/fingerprint", "prefix/writer"},
     {"memory", "buffers", "prefix/texts"},
     {"layers"},
     {"snapshot"},
@@ -37,7 +37,7 @@ MODULES = sorted(
     path.relative_to(SOURCE).with_suffix("").as_posix() for path in SOURCE.rglob("*.py") if path.stem != "__init__"
 )
 WITHOUT_TORCH = {"errors", "window", "layout", "memory"}
-WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {"buffers", "attention", "history", "cache_file"}
+WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {"buffers", "attention", "history", "changes", "cache_file"}
 
 
 def imports(module: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ from tiny import (
     fed,
     generated,
     left_padded,
+    logits,
     shared_model,
     tokens,
     uncached,
 )
-from windowkv import DynamicSlidingWindowCache, InputError
+from windowkv import DynamicSlidingWindowCache, InputError, RollbackError
 
 
 def enabled(name: str, **options: Any) -> Any:
@@ -232,7 +234,10 @@ def test_a_break_is_not_forgotten_by_what_follows() -> None:
     with pytest.raises(Stop):
         fed(model, cache, tokens(1, 1), 1)
     hook.remove()
-    fed(model, cache, tokens(1, 1), 1)
+    with pytest.raises(InputError, match="did not end"):
+        fed(model, cache, tokens(1, 1), 1)
+    with pytest.raises(RollbackError, match="did not end"):
+        cache.crop(-1)
     text = torch.cat((ids, tokens(1, 6, seed=9)), dim=1)
     expected = uncached(shared_model("gemma3"), text, 10)
     assert torch.equal(generated(model, text, 10, **cache_argument(model, cache)), expected)
@@ -271,6 +276,86 @@ def test_a_forward_that_broke_off_unheard_is_computed_anew(way: str, used_before
         generated(model, tokens(1, 2), 5, torch.ones(1, 99, dtype=torch.long), **cache_argument(model, cache))
     expected = uncached(shared_model("gemma3"), text, 10)
     assert torch.equal(generated(model, text, 10, **cache_argument(model, cache)), expected)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss", "llama4-chunk8"])
+def test_what_was_fed_under_another_past_is_computed_anew(name: str) -> None:
+    model, ids, new = enabled(name), tokens(1, 30), tokens(1, 4, seed=2)
+    whole, mask = torch.cat((ids, new), dim=1), torch.ones(1, 34, dtype=torch.long)
+    expected = uncached(shared_model(name), whole, 10)
+    mask[:, :28] = 0
+    for feed in (
+        lambda cache: generated(model, new, 2, mask, **cache_argument(model, cache)),
+        lambda cache: model(new, attention_mask=mask, **cache_argument(model, cache)),
+    ):
+        cache = used(model, ids, new=1)
+        with torch.no_grad():
+            feed(cache)
+        assert torch.equal(generated(model, whole, 10, **cache_argument(model, cache)), expected)
+
+
+@pytest.mark.parametrize("wrong", [5, 20, 42, 44, 100])
+def test_new_tokens_with_a_mask_of_another_length_are_refused(wrong: int) -> None:
+    model, ids = enabled("gemma3"), tokens(1, 30)
+    cache = used(model, ids)
+    with pytest.raises(InputError, match=f"a mask of {wrong} for 4 new tokens on top of the 39 .* it has 43"):
+        generated(model, tokens(1, 4), 5, torch.ones(1, wrong, dtype=torch.long), **cache_argument(model, cache))
+    assert not cache.interrupted
+
+
+@pytest.mark.parametrize("then", ["generate", "by hand", "fork", "reset"])
+def test_drafts_are_held_no_longer_than_generate_drafts(then: str) -> None:
+    model, ids, more = enabled("gemma3", rollback=2), tokens(1, 30), tokens(1, 900, seed=4)
+    cache = DynamicSlidingWindowCache(model.config, rollback=2)
+    reply = generated(model, ids, 20, prompt_lookup_num_tokens=3, **cache_argument(model, cache))
+    text = torch.cat((ids, reply, more), dim=1)
+    if then == "reset":
+        cache.reset()
+    cache = cache.fork() if then == "fork" else cache
+    if then == "generate":
+        generated(model, text, 1, prefill_chunk_size=500, **cache_argument(model, cache))
+    else:
+        fed(model, cache, more, 900)
+    planned = windowkv.plan(model.config, tokens=cache.get_seq_length(), rollback=2, dtype=torch.float32)
+    assert cache.nbytes == planned.total_bytes
+
+
+def test_a_call_that_fails_before_any_layer_leaves_the_cache_whole(tmp_path: Path) -> None:
+    model, ids = enabled("gemma3"), tokens(2, 30)
+    cache = used(model, ids)
+    for wrong in (tokens(3, 1), torch.full((2, 1), 10_000)):
+        with pytest.raises((InputError, IndexError)):
+            fed(model, cache, wrong)
+    for rows in ("abc", None, {}, [[0, 1]], [1.5], [1j], [5]):
+        with pytest.raises(InputError, match="rows"):
+            cache.reorder_cache(rows)
+    cache.batch_select_indices(torch.tensor([1, 0], dtype=torch.int16))
+    cache.save(tmp_path / "whole.cache")
+    text = torch.cat((ids.flip(0), tokens(2, 12, seed=3)), dim=1)
+    assert torch.equal(
+        generated(model, text, 5, **cache_argument(model, cache)), uncached(shared_model("gemma3"), text, 5)
+    )
+
+
+def test_a_selection_that_broke_off_is_noticed_without_ids_too(tmp_path: Path) -> None:
+    model = MODELS["gemma3"]()
+    cache = DynamicSlidingWindowCache(model.config)
+    fed(model, cache, tokens(2, 20), 20)
+    cache.layers[2].buffer.take_rows = failing
+    with pytest.raises(Stop):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    with pytest.raises(InputError, match="did not end"):
+        cache.save(tmp_path / "torn.cache")
+
+
+def test_a_cache_that_was_emptied_by_going_back_takes_another_batch() -> None:
+    model = shared_model("gemma3")
+    cache = DynamicSlidingWindowCache(model.config)
+    fed(model, cache, tokens(3, 20), 20)
+    cache.crop(-20)
+    assert (cache.nbytes, cache.rows) == (0, None)
+    ids = tokens(1, 9)
+    torch.testing.assert_close(fed(model, cache, ids, 9), logits(model, ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -338,7 +423,7 @@ def test_another_number_of_texts_is_refused_before_anything_runs(name: str, rows
     cache = used(model, ids)
     with pytest.raises(InputError, match="this cache holds 3 rows"):
         generated(model, tokens(rows, 24), 5, **cache_argument(model, cache))
-    assert not cache.history.interrupted
+    assert not cache.interrupted
     alone = MODELS.get(name, STATEFUL.get(name))()
     text = torch.cat((ids, tokens(3, 14, seed=4)), dim=1)
     expected = generated(alone, text, 5) if name == "lfm2" else uncached(alone, text, 5)

@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+from typing import Any
 
+import pytest
 import torch
 
 from tiny import tokens
@@ -55,17 +57,21 @@ def test_what_was_missed_agrees_with_nothing() -> None:
     assert known.common_prefix(torch.tensor([[1, 2, MISSED + 1]])) == 2
 
 
-def test_a_change_that_broke_off_stays_so() -> None:
-    known = history([[1, 2]])
-    known.begin_change()
-    known.end_change()
-    assert not known.interrupted
-    known.begin_change()
-    assert known.interrupted
-    assert known.fork().interrupted
-    known.begin_change()
-    known.end_change()
-    assert known.interrupted
+@pytest.mark.parametrize(
+    ("mask", "remembered"),
+    [
+        (None, [[MISSED, MISSED], [3, 4]]),
+        ([[0, 1, 1, 1], [1, 1, 1, 1]], [[3, 4], [3, 4]]),
+        ([[0, 1, 0, 1], [1, 1, 1, 0]], [[PADDING, 4], [3, PADDING]]),
+        ([[1, 1, 1, 1], [1, 0, 1, 1]], [[MISSED, MISSED]] * 2),
+        ([[0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0]], [[3, 4], [MISSED, MISSED]]),
+        ([[1, 1], [1, 1]], [[MISSED, MISSED]] * 2),
+    ],
+)
+def test_what_is_fed_under_another_past_agrees_with_nothing(mask: Any, remembered: Any) -> None:
+    known = history([[PADDING, 2], [1, 2]])
+    ids = torch.tensor([[3, 4], [3, 4]])
+    assert known.under(None if mask is None else torch.tensor(mask), ids).tolist() == remembered
 
 
 def test_thousands_of_single_tokens_are_all_remembered() -> None:

@@ -206,11 +206,24 @@ def test_another_model_is_refused_by_what_differs(change: dict[str, Any], named:
         lambda manifest, tensors: manifest.update(layers=5),
         lambda manifest, tensors: manifest["layers"][2].update(start=40, end=59),
         lambda manifest, tensors: tensors.update({"tokens": torch.zeros(1, 99, dtype=torch.int32)}),
+        lambda manifest, tensors: tensors.update({"tokens": tensors["tokens"] + 1}),
+        lambda manifest, tensors: tensors.update({"tokens": tensors["tokens"][:1].expand(3, -1).clone()}),
+        lambda manifest, tensors: tensors.update({"tokens": tensors["tokens"][:0]}),
+        lambda manifest, tensors: manifest.update(ids_sha256="0" * 64),
+        lambda manifest, tensors: manifest.update(rollback=True),
+        lambda manifest, tensors: tensors.update({"foo": torch.zeros(3)}),
+        lambda manifest, tensors: tensors.update({"9.keys": torch.zeros(3)}),
+        lambda manifest, tensors: tensors.update({"0.foo": torch.zeros(3)}),
+        lambda manifest, tensors: tensors.update({f"0.{k}": tensors[f"0.{k}"][:1] for k in ("keys", "values")}),
+        lambda manifest, tensors: tensors.update({n: t[:0] for n, t in tensors.items() if n != "tokens"}),
+        lambda manifest, tensors: tensors.update({n: t.int() for n, t in tensors.items() if n != "tokens"}),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused(spoil: Any, path: Path) -> None:
-    model = shared_model("gemma3")
-    filled(model, tokens(1, 60)).save(path)
+    model = windowkv.enable(MODELS["gemma3"]())
+    cache = DynamicSlidingWindowCache(model.config)
+    generated(model, tokens(2, 60), 1, **cache_argument(model, cache))
+    cache.save(path)
     manifest, tensors = cache_file.read(path)
     manifest, tensors = dict(manifest), {name: tensor.clone() for name, tensor in tensors.items()}
     spoil(manifest, tensors)
@@ -237,6 +250,8 @@ def test_the_state_of_a_layer_cannot_replace_its_methods(path: Path) -> None:
         lambda layer, tensors: layer["attributes"]["conv_kernel_size"]["items"].append([1, 3]),
         lambda layer, tensors: layer["attributes"].update(has_previous_state=True),
         lambda layer, tensors: layer["attributes"].update(record_past="yes"),
+        lambda layer, tensors: tensors.update({"0.conv_states.0": tensors["0.conv_states.0"][..., :1]}),
+        lambda layer, tensors: layer["attributes"]["conv_kernel_size"].update(items=[[0, 7]]),
         lambda layer, tensors: tensors.update({"0.conv_states.5": tensors.pop("0.conv_states.0")}),
         lambda layer, tensors: (
             tensors.pop("0.conv_states.0"),

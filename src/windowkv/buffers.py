@@ -160,6 +160,8 @@ class Buffer:
             self.storages = tuple(_moved(storage, span.slots(kept.start, kept.end), bound) for storage in self.storages)
             span = kept
         self.span, self.recording = span, self.recording.forgotten()
+        if not span.seen:
+            self.storages, self._lent = (), False
 
     def take_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was; rows is an integer tensor `[B']` that may repeat and leave out."""
@@ -177,8 +179,8 @@ class Buffer:
         return span, tuple(storage[:, :, self.span.slots(span.start, span.end)] for storage in self.storages)
 
     def clear(self) -> None:
-        """Forget every token and free the storage."""
-        self.span, self.storages, self._lent = Span(), (), False
+        """Forget every token, and drafts, and free the storage."""
+        self.span, self.storages, self._lent, self.recording = Span(), (), False, Recording()
 
     def _capacity(self, capacity: int, span: Span) -> int:
         """Tokens that there is to be room for, when there is room for `capacity` now."""

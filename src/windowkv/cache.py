@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from windowkv import cache_file, snapshot
+from windowkv.buffers import Recording
+from windowkv.changes import Changes
 from windowkv.errors import ConfigError, InputError, OptionError, RollbackError
 from windowkv.history import TokenHistory
 from windowkv.layers import BufferedLayer
@@ -49,6 +52,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         self.layout = read_layout(config)
         self.rollback = rollback
         self.history: TokenHistory | None = None  # the ids seen, once it was used in generate of an enabled model
+        self.changes = Changes()
         # Not DynamicCache.__init__, which makes its own layers: that base is there for encoder-decoder caches to find.
         Cache.__init__(self, layers=_new_layers(config, self.layout, rollback))
         self._unused = {i: fork_layer(layer) for i, layer in enumerate(self.layers) if i in self.layout.foreign}
@@ -77,6 +81,8 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
                 "cannot repeat them: use batch_repeat_interleave first, or a new cache"
             )
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self.changes.touch()
         return states
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -85,9 +91,11 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         Any point within `rollback` of the furthest position reached can be returned to, repeatedly; as long as nothing
         was dropped, any point at all; after `activate_past_recording`, a draft of any length.
 
-        Raises RollbackError when some layer cannot; every layer is then as it was.
+        Raises RollbackError when some layer cannot, or a change broke off; every layer is then as it was.
         """
         count = _rollback_count(tokens_to_remove)
+        if self.interrupted:
+            raise RollbackError("a change of this cache did not end, and its layers may differ: reset it first")
         # What an encoder saw is no part of the text.
         encoder = {i for i, spec in enumerate(self.layout.layers) if spec.kind == "cross_attention"}
         layers = [layer for i, layer in enumerate(self.layers) if i not in encoder]
@@ -102,27 +110,30 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
             self.history.truncate(self.get_seq_length())
 
     def reset(self) -> None:
-        """Forget every token and free the storage."""
-        with self._changing():
-            for i, layer in enumerate(self.layers):
-                if i in self._unused:  # transformers' own would keep their size, and with it the batch
-                    _renew(layer, self._unused[i])
-                else:
-                    layer.reset()
+        """Forget every token, and drafts, and free the storage."""
+        for i, layer in enumerate(self.layers):
+            if i in self._unused:  # transformers' own would keep their size, and with it the batch
+                vars(layer).clear()
+                vars(layer).update(vars(fork_layer(self._unused[i])))
+            else:
+                layer.reset()
+        self.changes = Changes()
         if self.history is not None:
             self.history = TokenHistory()
 
     @property
     def rows(self) -> int | None:
         """How many texts it holds; None before the first."""
-        buffers = (layer.buffer for layer in self.layers if isinstance(layer, BufferedLayer))
-        return next((buffer.held_tensors[0].shape[0] for buffer in buffers if buffer.held_tensors), None)
+        buffers = [layer.buffer for layer in self.layers if isinstance(layer, BufferedLayer)]
+        held = (buffer.held_tensors for buffer in buffers)
+        states = (tuple(_tensors(layer)) for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin))
+        return next((tensors[0].shape[0] for tensors in (*held, *states) if tensors), None)
 
     @property
     def interrupted(self) -> bool:
         """Whether a change broke off, so that layers may hold different tokens; `reset` mends it."""
         ends = {layer.get_seq_length() for layer in self.layers if isinstance(layer, BufferedLayer)}
-        return len(ends) > 1 or (self.history is not None and self.history.interrupted)
+        return self.changes.broken or len(ends) > 1
 
     def fork(self) -> "DynamicSlidingWindowCache":
         """An independent cache at the same point.
@@ -133,6 +144,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         twin = copy.copy(self)
         twin.layers = [fork_layer(layer) for layer in self.layers]
         twin.history = None if self.history is None else self.history.fork()
+        twin.changes = copy.copy(self.changes)
         return twin
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -161,6 +173,14 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
             if drafts and isinstance(layer, BufferedLayer):
                 layer.buffer.recording = replace(layer.buffer.recording, drafts=True)
 
+    def deactivate_past_recording(self) -> None:
+        """Hold no drafts any more: what is fed from now on is bounded as ever."""
+        for layer in self.layers:
+            if isinstance(layer, BufferedLayer):
+                layer.buffer.recording = Recording()
+            elif getattr(layer, "record_past", False) and _recorded(layer) in (0, inf):
+                layer.record_past = False
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was, integers `[B']`. Raises InputError for a row that is not there."""
         self._take_rows(self._checked_rows(beam_idx))
@@ -171,20 +191,22 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself. Raises InputError below 1."""
-        if not isinstance(repeats, int) or repeats < 1:
+        try:
+            count = 0 if isinstance(repeats, bool) else index(repeats)
+        except TypeError:
+            count = 0
+        if count < 1:
             raise InputError(f"repeats={repeats!r}: every row can be repeated 1 time or more")
         if self.rows is not None:
-            self._take_rows(torch.arange(self.rows).repeat_interleave(repeats))
+            self._take_rows(torch.arange(self.rows).repeat_interleave(count))
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Mark the history while layers change one by one; when that breaks off, the mark stays."""
-        history = self.history
-        if history is not None:
-            history.begin_change()
+        """Mark that layers change one by one; when that breaks off, the mark stays."""
+        self.changes.begin()
+        self.changes.touch()
         yield
-        if history is not None:
-            history.end_change()
+        self.changes.end()
 
     def _take_rows(self, rows: Tensor) -> None:
         # Some of transformers' own layers know no other selection of rows than this one.
@@ -194,16 +216,18 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
             self.history.take_rows(rows)
 
     def _checked_rows(self, selection: Any) -> Tensor:
-        rows: Tensor = torch.as_tensor(selection)
         held = self.rows
+        try:
+            rows: Tensor = torch.as_tensor(selection)
+        except (TypeError, ValueError, RuntimeError) as why:
+            raise InputError(f"rows {selection!r}: they are integers, one for each row that is to be") from why
         if rows.dtype == torch.bool:
-            if held is not None and rows.numel() != held:
+            if held is not None and rows.shape != (held,):
                 raise InputError(f"a mask of {rows.numel()} rows: this cache holds {held}")
             rows = rows.nonzero().flatten()
-        if rows.is_floating_point():
-            if rows.numel():
-                raise InputError(f"rows {rows.tolist()}: they are integers")
-            rows = rows.long()
+        if rows.ndim != 1 or (rows.numel() and (rows.is_floating_point() or rows.is_complex())):
+            raise InputError(f"rows {rows.tolist()}: they are integers, one for each row that is to be")
+        rows = rows.long()
         # Asking an accelerator would wait for it at every step of a beam search.
         if held is None:
             return rows
@@ -238,15 +262,6 @@ def fork_layer(layer: Any) -> Any:
     twin = copy.copy(layer)
     vars(twin).update({name: _copied(value) for name, value in vars(layer).items()})
     return twin
-
-
-def _renew(layer: Any, unused: Any) -> None:
-    """Make one of transformers' layers as it was before its first token."""
-    recording = getattr(layer, "record_past", False)
-    vars(layer).clear()
-    vars(layer).update(vars(fork_layer(unused)))
-    if recording:
-        layer.activate_past_recording()
 
 
 def _copied(value: Any) -> Any:

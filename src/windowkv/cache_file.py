@@ -73,7 +73,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], dict[str, Ten
 
     Raises CacheFileError when the file is missing, is no such file, is of a newer format, or is damaged.
     """
-    target = Path(path)
+    target = _given(path)
     for _ in range(_ATTEMPTS):
         try:
             with target.open("rb") as opened:
@@ -93,7 +93,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], dict[str, Ten
 
 def read_header(path: str | os.PathLike[str]) -> Header:
     """What a file says of itself; nothing else of it is read, or verified. Raises CacheFileError as `read`."""
-    with _mapped(Path(path)) as data:
+    with _mapped(_given(path)) as data:
         return _header(Path(path), data)
 
 
@@ -102,7 +102,7 @@ def verified(path: str | os.PathLike[str], *, at: Path | None = None) -> Header:
 
     at: where to open it, if not at its path.
     """
-    with _mapped(Path(path), at) as data:
+    with _mapped(_given(path), at) as data:
         header = _header(Path(path), data)
         if _checksum(data, header.checksum_offset) != header.checksum:
             raise CacheFileError(f"{path} is damaged: its bytes are not those that were written")
@@ -112,13 +112,20 @@ def verified(path: str | os.PathLike[str], *, at: Path | None = None) -> Header:
 def _target(path: str | os.PathLike[str]) -> Path:
     """Where a file goes, links followed. Raises CacheFileError for a place that is taken by something else."""
     try:
-        target = Path(os.path.realpath(path))
+        target = Path(os.path.realpath(_given(path)))
         taken = target.is_symlink() or (target.exists() and not target.is_file()) or str(path).endswith(os.sep)
     except (OSError, ValueError) as why:
         raise CacheFileError(f"{os.fspath(path)!r} cannot be written: {_reason(why)}") from why
     if taken:
         raise CacheFileError(f"{path} cannot be written: it is no file")
     return target
+
+
+def _given(path: Any) -> Path:
+    """A path, if it is one. Raises CacheFileError otherwise."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise CacheFileError(f"{path!r} is no path: a string or a pathlib.Path")
+    return Path(path)
 
 
 def _reason(why: Exception) -> str:

@@ -44,25 +44,31 @@ def start_recording(cache: DynamicSlidingWindowCache) -> None:
 
 
 def before_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note that a cache is about to change, layer by layer; a forward pre-hook."""
-    if (history := _recording(_named(module, args, kwargs))) is not None:
-        history.begin_change()
+    """Note that a cache is about to change, layer by layer; a forward pre-hook.
+
+    Raises InputError when an earlier change broke off.
+    """
+    if (cache := _recording(_named(module, args, kwargs))) is not None:
+        _check_whole(cache)
+        cache.changes.begin()
+        if cache.layout.foreign:  # their states are written by model code, past the cache
+            cache.changes.touch()
 
 
 def after_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Remember the ids that a cache was fed; a forward hook."""
     arguments = _named(module, args, kwargs)
-    history = _recording(arguments)
-    if history is None:
+    cache = _recording(arguments)
+    if cache is None or cache.history is None:
         return
-    new = handed_cache(arguments).get_seq_length() - len(history)
+    history, new = cache.history, cache.get_seq_length() - len(cache.history)
     ids = _plain_ids(arguments)
     if ids is None:
         history.append_same(UNKNOWN, new)
     else:
         history.append_same(MISSED, new - ids.shape[1])
-        history.append(ids)
-    history.end_change()
+        history.append(history.under(arguments.get("attention_mask"), ids))
+    cache.changes.end()
 
 
 def align(cache: DynamicSlidingWindowCache, ids: Tensor, mask: Tensor | None) -> None:
@@ -126,16 +132,22 @@ def start_anew(cache: DynamicSlidingWindowCache) -> None:
     if cache.history is not None and (cache.get_seq_length() or cache.interrupted):
         logger.warning("assisted decoding feeds the whole prompt: the %d tokens held go", cache.get_seq_length())
         cache.reset()
+        cache.activate_past_recording()  # which transformers has done already
 
 
-def check_continuable(cache: DynamicSlidingWindowCache, ids: Tensor) -> None:
-    """Raise InputError when a cache cannot be continued by new tokens alone."""
-    if cache.interrupted:
-        raise InputError(
-            "a change of this cache did not end, and new tokens alone cannot mend it: "
-            "pass the whole text, or call cache.reset() first"
-        )
+def check_continuable(cache: DynamicSlidingWindowCache, ids: Tensor, told: int | None = None) -> None:
+    """Raise InputError when a cache cannot be continued by new tokens alone, ids `[B, q]`.
+
+    told: of how many tokens in all the attention mask tells, where there is one.
+    """
+    _check_whole(cache)
     check_rows(cache, ids)
+    seen, new = cache.get_seq_length(), ids.shape[1]
+    if told is not None and told != seen + new:
+        raise InputError(
+            f"a mask of {told} for {new} new tokens on top of the {seen} that this cache has seen: it has "
+            f"{seen + new}. The last token that generate returns was not fed yet: it is the first of the new ones"
+        )
 
 
 def _agreement(cache: DynamicSlidingWindowCache, ids: Tensor, mask: Tensor | None) -> tuple[int, int]:
@@ -150,23 +162,27 @@ def _named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _plain_ids(arguments: dict[str, Any]) -> Tensor | None:
-    """The ids of a forward, padding marked; None where they do not say all that it computes."""
+    """The ids of a forward; None where they and a mask of padding do not say all that it computes."""
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     others = [value for name, value in arguments.items() if isinstance(value, Tensor) and name not in _BESIDES_IDS]
     if any(value.is_floating_point() or bool(value.any()) for value in others):
         return None
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         return None
-    if mask is None:
-        return ids
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < ids.shape[1]:
-        return None
-    return masked_ids(ids, mask[:, mask.shape[1] - ids.shape[1] :])
+    return ids if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2) else None
 
 
-def _recording(arguments: dict[str, Any]) -> TokenHistory | None:
+def _recording(arguments: dict[str, Any]) -> DynamicSlidingWindowCache | None:
     # A compiled graph would be compiled anew for every length of the history.
     if torch.compiler.is_compiling():
         return None
     cache = handed_cache(arguments)
-    return cache.history if isinstance(cache, DynamicSlidingWindowCache) else None
+    return cache if isinstance(cache, DynamicSlidingWindowCache) and cache.history is not None else None
+
+
+def _check_whole(cache: DynamicSlidingWindowCache) -> None:
+    if cache.interrupted:
+        raise InputError(
+            "a change of this cache did not end, and new tokens alone cannot mend it: "
+            "pass the whole text, or call cache.reset() first"
+        )

@@ -39,30 +39,30 @@ class TokenHistory:
         """Start with integers `[B, n]`, or with nothing."""
         self._parts = [] if tokens is None else [tokens.to(torch.int32)]
         self._length = 0 if tokens is None else tokens.shape[1]
-        self._changing = self._broken = False
 
     def __len__(self) -> int:
         """Tokens fed."""
         return self._length
 
     @property
-    def interrupted(self) -> bool:
-        """Whether some change of the cache began and did not end, so that its layers may hold different tokens."""
-        return self._broken or self._changing
-
-    @property
     def complete(self) -> bool:
-        """Whether every id is known, and no change broke off."""
-        return not self.interrupted and bool((self.tokens >= PADDING).all())
+        """Whether every id is known."""
+        return bool((self.tokens >= PADDING).all())
 
-    def begin_change(self) -> None:
-        """Note that layers are about to change, one by one."""
-        self._broken = self.interrupted
-        self._changing = True
+    def under(self, mask: Tensor | None, ids: Tensor) -> Tensor:
+        """New ids `[B, q]` as they are to be remembered: MISSED in rows where their mask shows another past than this.
 
-    def end_change(self) -> None:
-        """Note that all of them have changed."""
-        self._changing = False
+        mask: what hides tokens, of all fed so far and the new ones, `[B, n]`; None hides nothing.
+        """
+        past = self.tokens.to(ids.device)
+        if mask is None:
+            return ids.masked_fill((past == PADDING).any(dim=1, keepdim=True), MISSED)
+        whole = self._length + ids.shape[1]
+        if mask.shape[1] < whole:
+            return torch.full_like(ids, MISSED)
+        hidden = mask[:, : self._length].to(ids.device) == 0
+        other = ((past != UNKNOWN) & (hidden != (past == PADDING))).any(dim=1, keepdim=True)
+        return masked_ids(ids, mask[:, self._length : whole]).masked_fill(other, MISSED)
 
     @property
     def tokens(self) -> Tensor:

@@ -232,13 +232,11 @@ class _Prefill(_Seam):
     def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
         """Let transformers feed what is left of the prompt once the cache is brought back to where they agree."""
         model, cache = self.model, handed_cache(model_kwargs)
-        if isinstance(cache, DynamicSlidingWindowCache) and _is_causal(model):
-            if model_kwargs.get("inputs_embeds") is not None or not _is_whole(
-                input_ids, generation_config, model_kwargs
-            ):
-                check_continuable(cache, input_ids)
-            else:
-                align(cache, input_ids, model_kwargs.get("attention_mask"))
+        if isinstance(cache, DynamicSlidingWindowCache):
+            if not generation_config.is_assistant:
+                cache.deactivate_past_recording()
+            if _is_causal(model):
+                _bring_to(cache, input_ids, generation_config, model_kwargs)
         # This is generate's own copy of the config, made for one call.
         if generation_config.prefill_chunk_size is None and _can_be_chunked(model, model_kwargs):
             generation_config.prefill_chunk_size = self.options.prefill_chunk
@@ -279,12 +277,34 @@ class _Drafting(_Seam):
         """Empty the cache when the whole prompt will be fed, and let transformers choose who drafts."""
         model, cache = self.model, handed_cache(model_kwargs)
         if isinstance(cache, DynamicSlidingWindowCache) and not model.config.is_encoder_decoder:
-            if _is_whole(input_ids, generation_config, model_kwargs):
+            told = _told(generation_config, model_kwargs)
+            if told == input_ids.shape[1]:
                 start_anew(cache)
             else:
-                check_continuable(cache, input_ids)
+                check_continuable(cache, input_ids, told)
         choose = getattr(type(model), _DRAFTS)
-        return choose(model, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, **kwargs)
+        drafter = choose(model, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, **kwargs)
+        if isinstance(cache, DynamicSlidingWindowCache):
+            weakref.finalize(drafter, _end_drafts, weakref.ref(cache))  # it lives as long as generate drafts
+        return drafter
+
+
+def _bring_to(
+    cache: DynamicSlidingWindowCache, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+) -> None:
+    """Make a cache one that a prompt continues."""
+    told = _told(generation_config, model_kwargs)
+    if model_kwargs.get("inputs_embeds") is not None:
+        check_continuable(cache, input_ids)
+    elif told != input_ids.shape[1]:
+        check_continuable(cache, input_ids, told)
+    else:
+        align(cache, input_ids, model_kwargs.get("attention_mask"))
+
+
+def _end_drafts(drafted: "weakref.ref[DynamicSlidingWindowCache]") -> None:
+    if (cache := drafted()) is not None:
+        cache.deactivate_past_recording()
 
 
 def _is_causal(model: Any) -> bool:
@@ -292,11 +312,16 @@ def _is_causal(model: Any) -> bool:
     return not model.config.is_encoder_decoder and model.config.model_type not in BIDIRECTIONAL_PROMPT
 
 
-def _is_whole(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
-    """As transformers has it: a mask of another length than the ids says that these are new tokens only."""
+def _told(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Of how many tokens the attention mask tells; None without one.
+
+    As transformers has it: when that is as many as the ids are, these are the whole text, and else new tokens only. It
+    drops a mask of ones, and remembers its width.
+    """
     mask = model_kwargs.get("attention_mask")
-    width = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-    return bool(width == input_ids.shape[1])
+    if mask is None:
+        return getattr(generation_config, "_mask_length", None)
+    return int(mask.shape[1]) if mask.ndim == 2 else None
 
 
 def _check_layout(cache: DynamicSlidingWindowCache, config: Any) -> None:

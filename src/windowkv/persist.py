@@ -75,7 +75,7 @@ def load(
             _check_dtype(tensors, config.get_text_config(decoder=True))
         moved = {name: _moved(tensor, dtype, device) for name, tensor in tensors.items()}
         snapshot.restore(cache.layers, cache.layout, manifest, moved)
-        cache.history = snapshot.restore_history(tensors, info.tokens)
+        cache.history = snapshot.restore_history(tensors, manifest, cache.rows)
     except CacheFileError as why:
         raise CacheFileError(f"{path}: {why}") from why
     return cache
@@ -113,7 +113,7 @@ def _layout(manifest: Mapping[str, Any]) -> CacheLayout:
 
 
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or not 0 <= value < _MOST:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
         raise ValueError(f"{value!r} is no number of tokens")
     return value
 

@@ -34,9 +34,9 @@ def take(
         manifest["layers"].append(entry)
         tensors |= {f"{i}.{name}": tensor for name, tensor in named.items()}
     manifest["dtypes"] = sorted({_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()})
-    if history is not None and not history.interrupted:
+    if history is not None:
         tensors[_IDS] = history.tokens
-        manifest["ids_sha256"] = sha256(history.tokens.cpu().contiguous().numpy().tobytes()).hexdigest()
+        manifest["ids_sha256"] = ids_sha256(history.tokens)
     return manifest, tensors
 
 
@@ -49,8 +49,11 @@ def restore(
         raise CacheFileError(f"its layers are not the {len(layers)} of the model")
     # Older releases of transformers make no layers for those that share, which come last.
     for i, (layer, spec, entry) in enumerate(zip(layers, layout.layers, entries, strict=False)):
-        named = under(f"{i}.", tensors)
-        restore_layer(layer, spec, entry, named, manifest["tokens"])
+        restore_layer(layer, spec, entry, under(f"{i}.", tensors), manifest["tokens"])
+    _check_rows(layers)
+    strange = sorted(name for name in tensors if name != _IDS and not _belongs(name, layers))
+    if strange:
+        raise CacheFileError(f"{strange[0]!r} is no tensor of any of its layers")
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -76,14 +79,43 @@ def restore_layer(
         raise CacheFileError(f"a layer cannot be one of {spec}: {wrong}") from wrong
 
 
-def restore_history(tensors: Mapping[str, Tensor], seen: int | None) -> TokenHistory | None:
-    """The ids that were saved; None where none were."""
-    tokens = tensors.get(_IDS)
+def restore_history(
+    tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], rows: int | None
+) -> TokenHistory | None:
+    """The ids that were saved; None where none were. Raises CacheFileError for ids that are not of these rows."""
+    tokens, seen = tensors.get(_IDS), manifest["tokens"]
     if tokens is None:
         return None
     if tokens.ndim != 2 or tokens.dtype != torch.int32 or tokens.shape[1] > (seen or 0):
         raise CacheFileError(f"ids {tokens.dtype} {list(tokens.shape)} for {seen} tokens")
+    if len(tokens) not in (1, rows or 1):
+        raise CacheFileError(f"ids of {len(tokens)} rows for layers of {rows}")
+    if ids_sha256(tokens) != manifest.get("ids_sha256"):
+        raise CacheFileError("its ids are not those of which it names the digest")
     return TokenHistory(tokens.clone())
+
+
+def ids_sha256(tokens: Tensor) -> str:
+    """The digest by which a file names its ids, int32 `[B, n]`."""
+    return sha256(tokens.cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+def _check_rows(layers: Sequence[Any]) -> None:
+    """Raise CacheFileError when layers hold different numbers of rows, or none."""
+    held = [tensor for layer in layers if isinstance(layer, BufferedLayer) for tensor in layer.buffer.held_tensors]
+    for layer in layers:
+        for name in ("conv_states", "recurrent_states"):
+            held += [state for state in getattr(layer, name, {}).values() if isinstance(state, Tensor)]
+    rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in held}
+    if len(rows) > 1 or 0 in rows:
+        raise CacheFileError(f"its layers hold {' and '.join(map(str, sorted(rows)))} rows")
+
+
+def _belongs(name: str, layers: Sequence[Any]) -> bool:
+    index, _, attribute = name.partition(".")
+    if not index.isdigit() or int(index) >= len(layers):
+        return False
+    return not isinstance(layers[int(index)], BufferedLayer) or attribute in ("keys", "values")
 
 
 def _buffered(layer: BufferedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -101,8 +133,8 @@ def _restore_buffered(
         return
     states = (tensors["keys"], tensors["values"])
     for state, dim in zip(states, (spec.head_dim, spec.value_head_dim), strict=True):
-        if state.shape != (states[0].shape[0], spec.kv_heads, span.held, dim):
-            raise ValueError(f"a tensor {list(state.shape)} for positions {span.start} to {span.end}")
+        if state.shape != (states[0].shape[0], spec.kv_heads, span.held, dim) or not state.is_floating_point():
+            raise ValueError(f"a {state.dtype} tensor {list(state.shape)} for positions {span.start} to {span.end}")
     layer.buffer = Buffer.over(retention, span, states)
     layer.buffer = Buffer.over(retention, *layer.buffer.kept())  # less, where the rollback is less than it was
 
@@ -150,6 +182,7 @@ def _restore_foreign(layer: Any, entry: Mapping[str, Any], tensors: Mapping[str,
         else:
             values[attribute] = tensor.clone()
     _check_attributes(layer, values)
+    _check_kernels(values)
     for name, value in values.items():
         setattr(layer, name, value)
 
@@ -169,6 +202,16 @@ def _check_attributes(layer: Any, values: Mapping[str, Any]) -> None:
             states = values[name.removeprefix("is").removesuffix(_INITIALIZED).strip("_")]
             if missing := [key for key, known in value.items() if known and not isinstance(states[key], Tensor)]:
                 raise ValueError(f"{name} {missing}, and there are none")
+
+
+def _check_kernels(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for convolution states narrower than their kernels, or wider where none are recorded."""
+    for key, state in values.get("conv_states", {}).items():
+        width = values.get("conv_kernel_size", {}).get(key)
+        if isinstance(state, Tensor) and isinstance(width, int):
+            held = state.shape[-1] if state.ndim else 0
+            if held < width or (held > width and not values.get("record_past")):
+                raise ValueError(f"conv_states of {held} tokens for a kernel of {width}")
 
 
 def _name(dtype: torch.dtype) -> str:

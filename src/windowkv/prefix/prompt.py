@@ -31,6 +31,7 @@ def stored_texts(model: Any, cache: Any, input_ids: Tensor, model_kwargs: dict[s
     if not (
         isinstance(cache, DynamicSlidingWindowCache)
         and cache.history is not None
+        and not cache.interrupted
         and cache.history.complete
         and {name for name, value in model_kwargs.items() if isinstance(value, Tensor)} <= TEXT_INPUTS
         and cache.get_seq_length() < input_ids.shape[1]
@@ -76,7 +77,7 @@ def leaving_ends(store: PrefixStore) -> Iterator[None]:
     try:
         yield
         for cache in _FED.get() or ():
-            if cache.rows == 1 and cache.history is not None and cache.history.complete:
+            if cache.rows == 1 and cache.history is not None and cache.history.complete and not cache.interrupted:
                 tokens = cache.history.tokens
                 for text in texts_of(tokens.clamp_min(0), tokens != PADDING, None) or ():
                     store.insert(text.ids, cache, padding=text.padding)
