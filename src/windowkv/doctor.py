@@ -1,0 +1,258 @@
+"""Which cache does what with a model: every operation with every cache, against the same without any cache.
+
+Knows which caches there are and whose fault a difference is. Changes no model for good, and prints nothing.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from windowkv.cache import DynamicSlidingWindowCache
+from windowkv.continuation import cache_name
+from windowkv.errors import WindowKVError
+from windowkv.integration import disable, enable
+from windowkv.operations import OPERATIONS, MissingOperationError, Operation
+from windowkv.persist import load
+
+Progress = Callable[[str, int, int], None]  # operation, how many are done, how many there are
+
+_TRANSFORMERS = Path(transformers.__file__).parent
+
+
+class Outcome(StrEnum):
+    """What came of one operation with one cache."""
+
+    SAME = "same"  # tokens as without any cache
+    REFUSED = "refused"  # an error that was raised on purpose
+    THEIRS = "transformers"  # goes wrong with transformers' own cache in the same way
+    ABSENT = "absent"  # the cache has no such operation
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came of one operation with one cache, and why."""
+
+    outcome: Outcome
+    detail: str = ""
+
+    def __str__(self) -> str:
+        """In words.
+
+        >>> print(Cell(Outcome.REFUSED, "too far"), Cell(Outcome.SAME), sep="; ")
+        refused, because too far; same
+        """
+        words = {
+            Outcome.SAME: "same",
+            Outcome.REFUSED: "refused, because",
+            Outcome.THEIRS: "transformers':",
+            Outcome.ABSENT: "does not apply:",
+            Outcome.FAILURE: "failure:",
+        }
+        return f"{words[self.outcome]} {self.detail}".strip()
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """One kind of cache. A new one is one more entry in `CACHES`."""
+
+    name: str
+    new: Callable[[Any, int], Any]  # a model and a number of tokens -> an empty cache with room for them
+    ours: bool = True
+    options: Mapping[str, Any] | None = None  # of `enable`, for a cache that generate makes by itself
+    agrees: Callable[[Tensor, Tensor], bool] = torch.equal  # with the tokens without a cache; for one that rounds, less
+
+
+_BASELINE = CacheKind("DynamicCache", lambda model, tokens: DynamicCache(config=model.config), ours=False)
+CACHES: Sequence[CacheKind] = (
+    _BASELINE,
+    CacheKind(
+        "StaticCache", lambda model, tokens: StaticCache(config=model.config, max_cache_len=tokens), ours=False
+    ),
+    CacheKind("enable", lambda model, tokens: DynamicSlidingWindowCache(model.config), options={}),
+    CacheKind("DynamicSlidingWindowCache", lambda model, tokens: DynamicSlidingWindowCache(model.config)),
+)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All cells of one model."""
+
+    model_class: str
+    cells: Mapping[str, Mapping[str, Cell]]  # operation -> cache -> cell
+
+    def all(self) -> Iterator[tuple[str, str, Cell]]:
+        """`(operation, cache, cell)` of each."""
+        for operation, row in self.cells.items():
+            for cache, cell in row.items():
+                yield operation, cache, cell
+
+    @property
+    def failures(self) -> list[tuple[str, str, Cell]]:
+        """Where one of windowkv's caches fails: what fails with transformers' own is not for windowkv to mend."""
+        ours = {kind.name for kind in CACHES if kind.ours}
+        return [each for each in self.all() if each[1] in ours and each[2].outcome is Outcome.FAILURE]
+
+
+def examine(
+    model: Any,
+    *,
+    caches: Sequence[CacheKind] = CACHES,
+    operations: Mapping[str, Operation] = OPERATIONS,
+    progress: Progress | None = None,
+) -> Examination:
+    """Try every operation with every cache on a model, which is as before afterwards, and not enabled.
+
+    `progress` is told of every operation.
+    """
+    cells = {}
+    for done, (name, operation) in enumerate(operations.items()):
+        if progress is not None:
+            progress(name, done, len(operations))
+        reference = _attempt(operation, _Uncached(model))
+        baseline = _attempt(operation, _Cached(model, _BASELINE))
+        cells[name] = {
+            kind.name: _cell(kind, _attempted(operation, model, kind, baseline), reference, baseline)
+            for kind in caches
+        }
+    return Examination(type(model).__name__, cells)
+
+
+class _Uncached:
+    """The reference: the whole sequence computed anew for every token."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def new_cache(self, tokens: int) -> None:
+        """No cache."""
+
+    def generate(self, ids: Tensor, new_tokens: int, cache: Any = None, **options: Any) -> Tensor:
+        """Continue greedily."""
+        options = {key: value for key, value in options.items() if key != "prompt_lookup_num_tokens"}
+        return _generated(self.model, ids, new_tokens, use_cache=False, **options)
+
+    def ask(self, cache: None, operation: str, *args: Any) -> None:
+        """Nothing to change."""
+
+    def load(self, path: Path) -> None:
+        """No cache."""
+
+
+class _Cached:
+    """The same with a cache of one kind."""
+
+    def __init__(self, model: Any, kind: CacheKind) -> None:
+        self.model, self.kind = model, kind
+
+    def new_cache(self, tokens: int) -> Any:
+        """An empty one."""
+        return self.kind.new(self.model, tokens)
+
+    def generate(self, ids: Tensor, new_tokens: int, cache: Any = None, **options: Any) -> Tensor:
+        """Continue greedily, into the cache that is given, else into a new one."""
+        if cache is None and self.kind.options is None:
+            cache = self.new_cache(ids.shape[1] + new_tokens)
+        handed = {} if cache is None else {cache_name(self.model): cache}
+        return _generated(self.model, ids, new_tokens, **handed, **options)
+
+    def ask(self, cache: Any, operation: str, *args: Any) -> Any:
+        """Call a method of a cache."""
+        if not hasattr(cache, operation):
+            raise MissingOperationError(f"a {type(cache).__name__} has no {operation}")
+        return getattr(cache, operation)(*args)
+
+    def load(self, path: Path) -> Any:
+        """What was saved there."""
+        return load(path, self.model.config)
+
+
+def _generated(model: Any, ids: Tensor, new_tokens: int, **options: Any) -> Tensor:
+    asked = {"attention_mask": torch.ones_like(ids), "do_sample": False, "disable_compile": True}
+    out = model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **asked | options)
+    return torch.as_tensor(out)[:, ids.shape[1] :]
+
+
+_Attempt = Tensor | Exception
+
+
+def _attempt(operation: Operation, subject: Any) -> _Attempt:
+    try:
+        return operation(subject)
+    except Exception as error:  # whatever goes wrong is the result
+        return error
+
+
+def _attempted(operation: Operation, model: Any, kind: CacheKind, baseline: _Attempt) -> _Attempt:
+    if kind is _BASELINE:
+        return baseline
+    try:
+        with _enabled(model, kind):
+            return _attempt(operation, _Cached(model, kind))
+    except WindowKVError as refusal:
+        return refusal
+
+
+@contextmanager
+def _enabled(model: Any, kind: CacheKind) -> Iterator[None]:
+    if kind.options is None:
+        yield
+        return
+    enable(model, **kind.options)
+    try:
+        yield
+    finally:
+        disable(model)
+
+
+def _cell(kind: CacheKind, result: _Attempt, reference: _Attempt, baseline: _Attempt) -> Cell:
+    theirs = kind.ours and _alike(result, baseline)
+    if isinstance(result, MissingOperationError):
+        return Cell(Outcome.ABSENT, str(result))
+    if isinstance(result, Exception):
+        if isinstance(result, WindowKVError) or (_is_refusal(result) and (theirs or not kind.ours)):
+            return Cell(Outcome.REFUSED, _first_line(result))
+        return Cell(
+            Outcome.THEIRS if theirs else Outcome.FAILURE, f"{type(result).__name__}: {_first_line(result)}"
+        )
+    if isinstance(reference, Exception):
+        without = f"without a cache transformers raises {type(reference).__name__}: {_first_line(reference)}"
+        return Cell(Outcome.SAME if theirs else Outcome.THEIRS if not kind.ours else Outcome.FAILURE, without)
+    if kind.agrees(result, reference):
+        return Cell(Outcome.SAME)
+    return Cell(Outcome.THEIRS if theirs else Outcome.FAILURE, _difference(result, reference, baseline))
+
+
+def _alike(result: _Attempt, baseline: _Attempt) -> bool:
+    if isinstance(result, Exception) or isinstance(baseline, Exception):
+        return type(result) is type(baseline)
+    return torch.equal(result, baseline)
+
+
+def _difference(result: Tensor, reference: Tensor, baseline: _Attempt) -> str:
+    if result.shape != reference.shape:
+        return f"{list(result.shape)} tokens, {list(reference.shape)} without a cache"
+    row, place = (int(index) for index in (result != reference).nonzero()[0])
+    told = f"token {place} of row {row} is {int(result[row, place])}, {int(reference[row, place])} without a cache"
+    if isinstance(baseline, Exception) or torch.equal(baseline, reference):
+        return told
+    return f"{told}; transformers' own cache differs from that too"
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether transformers raised it itself, rather than ran into it."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(where.filename).is_relative_to(_TRANSFORMERS) and (where.line or "").startswith("raise")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
