@@ -3,6 +3,7 @@
 Knows which caches there are and whose fault a difference is. Changes no model for good, and prints nothing.
 """
 
+import copy
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class Cell:
         words = {
             Outcome.SAME: "same",
             Outcome.REFUSED: "refused, because",
-            Outcome.THEIRS: "transformers':",
+            Outcome.THEIRS: "transformers' own fault:",
             Outcome.ABSENT: "does not apply:",
             Outcome.FAILURE: "failure:",
         }
@@ -72,12 +73,9 @@ class CacheKind:
     agrees: Callable[[Tensor, Tensor], bool] = torch.equal  # with the tokens without a cache; for one that rounds, less
 
 
-_BASELINE = CacheKind("DynamicCache", lambda model, tokens: DynamicCache(config=model.config), ours=False)
 CACHES: Sequence[CacheKind] = (
-    _BASELINE,
-    CacheKind(
-        "StaticCache", lambda model, tokens: StaticCache(config=model.config, max_cache_len=tokens), ours=False
-    ),
+    CacheKind("DynamicCache", lambda model, tokens: DynamicCache(config=model.config), ours=False),
+    CacheKind("StaticCache", lambda model, tokens: StaticCache(config=model.config, max_cache_len=tokens), ours=False),
     CacheKind("enable", lambda model, tokens: DynamicSlidingWindowCache(model.config), options={}),
     CacheKind("DynamicSlidingWindowCache", lambda model, tokens: DynamicSlidingWindowCache(model.config)),
 )
@@ -119,11 +117,7 @@ def examine(
         if progress is not None:
             progress(name, done, len(operations))
         reference = _attempt(operation, _Uncached(model))
-        baseline = _attempt(operation, _Cached(model, _BASELINE))
-        cells[name] = {
-            kind.name: _cell(kind, _attempted(operation, model, kind, baseline), reference, baseline)
-            for kind in caches
-        }
+        cells[name] = {kind.name: _cell(operation, model, kind, reference) for kind in caches}
     return Examination(type(model).__name__, cells)
 
 
@@ -176,6 +170,29 @@ class _Cached:
         return load(path, self.model.config)
 
 
+class _Theirs(_Cached):
+    """What transformers makes of an operation: its own cache, copied where an operation needs more than that has."""
+
+    def __init__(self, model: Any, kind: CacheKind) -> None:
+        super().__init__(model, kind)
+        self.saved: Any = None
+
+    def new_cache(self, tokens: int) -> Any:
+        """An empty one."""
+        return DynamicCache(config=self.model.config)
+
+    def ask(self, cache: Any, operation: str, *args: Any) -> Any:
+        """Call a method of a cache, or do the same by a copy."""
+        if operation == "save":
+            self.saved = copy.deepcopy(cache)
+            return None
+        return copy.deepcopy(cache) if operation == "fork" else super().ask(cache, operation, *args)
+
+    def load(self, path: Path) -> Any:
+        """What was saved."""
+        return self.saved
+
+
 def _generated(model: Any, ids: Tensor, new_tokens: int, **options: Any) -> Tensor:
     asked = {"attention_mask": torch.ones_like(ids), "do_sample": False, "disable_compile": True}
     out = model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **asked | options)
@@ -192,9 +209,7 @@ def _attempt(operation: Operation, subject: Any) -> _Attempt:
         return error
 
 
-def _attempted(operation: Operation, model: Any, kind: CacheKind, baseline: _Attempt) -> _Attempt:
-    if kind is _BASELINE:
-        return baseline
+def _attempted(operation: Operation, model: Any, kind: CacheKind) -> _Attempt:
     try:
         with _enabled(model, kind):
             return _attempt(operation, _Cached(model, kind))
@@ -214,22 +229,26 @@ def _enabled(model: Any, kind: CacheKind) -> Iterator[None]:
         disable(model)
 
 
-def _cell(kind: CacheKind, result: _Attempt, reference: _Attempt, baseline: _Attempt) -> Cell:
-    theirs = kind.ours and _alike(result, baseline)
+def _cell(operation: Operation, model: Any, kind: CacheKind, reference: _Attempt) -> Cell:
+    result = _attempted(operation, model, kind)
     if isinstance(result, MissingOperationError):
         return Cell(Outcome.ABSENT, str(result))
-    if isinstance(result, Exception):
-        if isinstance(result, WindowKVError) or (_is_refusal(result) and (theirs or not kind.ours)):
-            return Cell(Outcome.REFUSED, _first_line(result))
-        return Cell(
-            Outcome.THEIRS if theirs else Outcome.FAILURE, f"{type(result).__name__}: {_first_line(result)}"
-        )
-    if isinstance(reference, Exception):
-        without = f"without a cache transformers raises {type(reference).__name__}: {_first_line(reference)}"
-        return Cell(Outcome.SAME if theirs else Outcome.THEIRS if not kind.ours else Outcome.FAILURE, without)
-    if kind.agrees(result, reference):
+    if isinstance(result, WindowKVError):
+        return Cell(Outcome.REFUSED, _first_line(result))
+    if isinstance(result, Tensor) and isinstance(reference, Tensor) and kind.agrees(result, reference):
         return Cell(Outcome.SAME)
-    return Cell(Outcome.THEIRS if theirs else Outcome.FAILURE, _difference(result, reference, baseline))
+    theirs = _alike(result, _attempt(operation, _Theirs(model, kind))) if kind.ours else False
+    if isinstance(result, Exception):
+        if _is_refusal(result) and (theirs or not kind.ours):
+            return Cell(Outcome.REFUSED, _first_line(result))
+        told = f"{type(result).__name__}: {_first_line(result)}"
+    elif isinstance(reference, Exception):
+        told = f"without a cache transformers raises {type(reference).__name__}: {_first_line(reference)}"
+    else:
+        told = _difference(result, reference)
+    if theirs:
+        return Cell(Outcome.THEIRS, f"{told}; so with its own cache")
+    return Cell(Outcome.FAILURE, told)
 
 
 def _alike(result: _Attempt, baseline: _Attempt) -> bool:
@@ -238,14 +257,11 @@ def _alike(result: _Attempt, baseline: _Attempt) -> bool:
     return torch.equal(result, baseline)
 
 
-def _difference(result: Tensor, reference: Tensor, baseline: _Attempt) -> str:
+def _difference(result: Tensor, reference: Tensor) -> str:
     if result.shape != reference.shape:
         return f"{list(result.shape)} tokens, {list(reference.shape)} without a cache"
     row, place = (int(index) for index in (result != reference).nonzero()[0])
-    told = f"token {place} of row {row} is {int(result[row, place])}, {int(reference[row, place])} without a cache"
-    if isinstance(baseline, Exception) or torch.equal(baseline, reference):
-        return told
-    return f"{told}; transformers' own cache differs from that too"
+    return f"token {place} of row {row} is {int(result[row, place])}, {int(reference[row, place])} without a cache"
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -119,7 +119,7 @@ def _reset_and_reuse(subject: Subject) -> Tensor:
 
 OPERATIONS: Mapping[str, Operation] = {
     "instantiate": _instantiate,
-    "generate, shorter than the window": _short,
+    "generate, short": _short,
     "generate, at the window": _at_the_window,
     "generate, past the window": _past_the_window,
     "padded batch": _padded_batch,

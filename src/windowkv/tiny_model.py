@@ -42,10 +42,10 @@ _MAPPINGS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 )
-_NOT_CARRIED = frozenset(  # of a config: where it came from, and what only large weights need
-    "model_type transformers_version architectures dtype torch_dtype quantization_config auto_map _name_or_path "
-    "_attn_implementation attn_implementation use_cache per_layer_config".split()
-)
+# Of a config: where it came from, and what only large weights need.
+_NOT_CARRIED = {"model_type", "transformers_version", "architectures", "dtype", "torch_dtype", "quantization_config"}
+_NOT_CARRIED |= {"auto_map", "_name_or_path", "_attn_implementation", "attn_implementation", "use_cache"}
+_NOT_CARRIED |= {"per_layer_config"}  # its numbers are for as many layers as there were
 _NOT_TEXT = re.compile(r"vision|visual|audio|vq|image|mm_")
 _NOT_MATRICES = re.compile(r"norm|A_log|conv")
 _MODEST = (0.1, 0.6)  # standard deviations with which attention matters, and nothing overflows
@@ -136,7 +136,7 @@ def _shrunk(config: PreTrainedConfig, windows: bool, tower_sizes: bool, *, text:
         if isinstance(value, PreTrainedConfig):
             arguments[name] = _shrunk(value, windows, tower_sizes, text=text and name in TEXT_PARTS)
     for name, value in FAMILIES.get(config.model_type, {}).items():
-        arguments[name] = _completed(arguments.get(name), value) if isinstance(value, dict) else value
+        arguments[name] = _completed(arguments.get(name), value) if name == "rope_parameters" else value
     return type(config)(**arguments)
 
 
@@ -151,12 +151,10 @@ def _tower_sizes(own: Mapping[str, Any], small: bool) -> dict[str, Any]:
 
 def _completed(own: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     """A dict with what it lacks of another."""
-    own = own if isinstance(own, dict) else {}
-    nested = {
-        name: _completed(own.get(name), value) if isinstance(value, dict) else own.get(name, value)
-        for name, value in more.items()
-    }
-    return own | nested
+    whole: dict[str, Any] = dict(own or {})
+    for name, value in more.items():
+        whole[name] = _completed(whole.get(name), value) if isinstance(value, dict) else whole.get(name, value)
+    return whole
 
 
 def _text_sizes(own: Mapping[str, Any], windows: bool) -> dict[str, Any]:
@@ -180,7 +178,9 @@ def _text_sizes(own: Mapping[str, Any], windows: bool) -> dict[str, Any]:
 def _kinds(own: Mapping[str, Any], windows: bool) -> list[str]:
     """The distinct kinds of layers, in order; with those that slide where windows are to be switched on."""
     kinds = list(dict.fromkeys(own.get("layer_types") or own.get("layers_block_type") or ()))
-    return [*kinds, "sliding_attention"] if windows and kinds == ["full_attention"] and "sliding_window" in own else kinds
+    return (
+        [*kinds, "sliding_attention"] if windows and kinds == ["full_attention"] and "sliding_window" in own else kinds
+    )
 
 
 def _small(name: str, value: Any, own: Mapping[str, Any], layers: int) -> list[Any]:

@@ -13,10 +13,18 @@ INITIALIZER = 0.15  # with the usual 0.02 a model hardly notices what attention 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, ROTATED = 64, 96, 4, 2, 16, 8
 OUT_OF_REACH = 100_000  # an id that no text has
 
+
+def _names(listed: str) -> frozenset[str]:
+    return frozenset(listed.split())
+
+
 _BY_SIZE: tuple[tuple[str, Any], ...] = (
     ("vocab_size decoder_vocab_size vocab_size_per_layer_input text_vocab_size padded_vocab_size", VOCAB),
     ("unpadded_vocab_size output_vocab_size", VOCAB),
-    ("hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size output_embedding_size", HIDDEN),
+    (
+        "hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size output_embedding_size",
+        HIDDEN,
+    ),
     ("word_embed_proj_dim attention_hidden_size cross_attention_hidden_size lru_width backbone_hidden_size", HIDDEN),
     ("dim_model_base project_dim projection_dim", HIDDEN),
     ("intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_inner dff dim_ff d_ff n_inner", INTERMEDIATE),
@@ -59,23 +67,22 @@ _BY_SIZE: tuple[tuple[str, Any], ...] = (
     ("num_mtp_layers num_nextn_predict_layers", 0),
 )
 SIZES: Mapping[str, Any] = {name: size for names, size in _BY_SIZE for name in names.split()}
-DEPTHS = frozenset(
+DEPTHS = _names(
     "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
-    "num_encoder_layers layers".split()
+    "num_encoder_layers layers"
 )
-TOWER_DEPTHS = frozenset(  # of a vision or audio part, which a text never reaches
+TOWER_DEPTHS = _names(  # of a vision or audio part, which a text never reaches
     "num_hidden_layers depth num_layers encoder_layers decoder_layers n_layers num_blocks layers num_global_layers "
-    "conf_num_hidden_layers n_layer decoder_num_layers".split()
+    "conf_num_hidden_layers n_layer decoder_num_layers"
 )
 TEXT_WIDTHS = frozenset({"text_hidden_size", "out_hidden_size"})  # of what such a part hands to the text
 WINDOWS = frozenset({"sliding_window", "attention_chunk_size"})
 DROPOUT = re.compile(r"(drop(out)?(_rate|_prob|_p)?|_pdrop|layerdrop|jitter_noise|jitter_eps|drop_path_rate)$")
-TEXT_PARTS = frozenset(
+TEXT_PARTS = _names(
     "text_config decoder decoder_config llm_config language_config global_config encoder_config patcher_config "
-    "thinker_config attn_config ffn_config backbone_config text_model_config".split()
+    "thinker_config attn_config ffn_config backbone_config text_model_config"
 )
 MEDIA_TOKENS = frozenset({"image_token_id", "image_token_index", "video_token_id", "audio_token_id"})
-
 
 
 def _sections(*sizes: int, **more: Any) -> dict[str, Any]:
@@ -89,12 +96,22 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "layer_types": _MIXED,
         "rope_parameters": {"sliding_attention": _sections(4, 2, 2), "full_attention": _sections(4, 2, 2)},
     },
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "dory": {
         "num_hidden_layers": 6,
         "n_input_layers": 2,
         "n_recurrent_layers": 2,
         "n_output_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
+    "dots3_note_text": {  # of its sliding layers
+        "swa_num_attention_heads": HEADS,
+        "swa_num_key_value_heads": HEADS,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 12,
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "qwen2_5_omni_thinker": {"vision_start_token_id": OUT_OF_REACH},
