@@ -57,14 +57,19 @@ def report(examined: "Examined") -> dict[str, Any]:
 
 
 def model_table(examination: "Examination", *, title: str) -> Table:
-    """All cells of one model: operations down, caches across."""
-    caches = list(next(iter(examination.cells.values())))
+    """All cells of one model: operations down, caches across, reasons below."""
+    caches, notes = list(next(iter(examination.cells.values()))), dict[str, int]()
     table = _table(f"{title}: a tiny {examination.model_class}", "", *caches)
     for operation, row in examination.cells.items():
-        table.add_row(
-            operation, *(Text(str(row[cache]), _STYLES.get(row[cache].outcome, "yellow")) for cache in caches)
-        )
+        table.add_row(operation, *(_short(row[cache], notes) for cache in caches))
+    table.caption = Text("\n".join(f"({number}) {note}" for note, number in notes.items()))
     return table
+
+
+def _short(cell: "Cell", notes: dict[str, int]) -> Text:
+    """The outcome, with the number of its reason, which is noted."""
+    number = f" ({notes.setdefault(str(cell), len(notes) + 1)})" if cell.detail else ""
+    return Text(f"{_WORDS.get(cell.outcome, cell.outcome)}{number}", _STYLES.get(cell.outcome, "yellow"))
 
 
 def architectures_table(examined: "Examined") -> Table:
