@@ -252,9 +252,9 @@ def _cell(operation: Operation, model: Any, kind: CacheKind, reference: _Attempt
 
 
 def _alike(result: _Attempt, baseline: _Attempt) -> bool:
-    if isinstance(result, Exception) or isinstance(baseline, Exception):
-        return type(result) is type(baseline)
-    return torch.equal(result, baseline)
+    if isinstance(result, Exception) and isinstance(baseline, Exception):
+        return type(result) is type(baseline) and _where(result)[:2] == _where(baseline)[:2]
+    return isinstance(result, Tensor) and isinstance(baseline, Tensor) and torch.equal(result, baseline)
 
 
 def _difference(result: Tensor, reference: Tensor) -> str:
@@ -266,8 +266,14 @@ def _difference(result: Tensor, reference: Tensor) -> str:
 
 def _is_refusal(error: Exception) -> bool:
     """Whether transformers raised it itself, rather than ran into it."""
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(where.filename).is_relative_to(_TRANSFORMERS) and (where.line or "").startswith("raise")
+    file, _, code = _where(error)
+    return Path(file).is_relative_to(_TRANSFORMERS) and code.startswith("raise")
+
+
+def _where(error: Exception) -> tuple[str, int, str]:
+    """File, line and code where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return frame.filename, frame.lineno or 0, frame.line or ""
 
 
 def _first_line(error: Exception) -> str:
