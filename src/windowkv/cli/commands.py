@@ -4,6 +4,7 @@ Knows what each command does, in which order. Leaves torch and transformers to t
 """
 
 import json
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -286,6 +287,7 @@ def doctor(
     if unknown := set(cache or ()) - {kind.name for kind in kinds}:
         names = ", ".join(kind.name for kind in CACHES)
         raise typer.BadParameter(f"no cache {', '.join(sorted(unknown))}; there are {names}")
+    logging.getLogger("windowkv").setLevel(logging.ERROR)  # what enable warns of is in the matrix
     torch.set_num_threads(1)  # the twins are tiny: threads only get in each other's way
     with progress() as show:
         if model is not None:
