@@ -87,6 +87,7 @@ class Examination:
 
     model_class: str
     cells: Mapping[str, Mapping[str, Cell]]  # operation -> cache -> cell
+    ours: frozenset[str]  # the caches that are windowkv's
 
     def all(self) -> Iterator[tuple[str, str, Cell]]:
         """`(operation, cache, cell)` of each."""
@@ -97,8 +98,7 @@ class Examination:
     @property
     def failures(self) -> list[tuple[str, str, Cell]]:
         """Where one of windowkv's caches fails: what fails with transformers' own is not for windowkv to mend."""
-        ours = {kind.name for kind in CACHES if kind.ours}
-        return [each for each in self.all() if each[1] in ours and each[2].outcome is Outcome.FAILURE]
+        return [each for each in self.all() if each[1] in self.ours and each[2].outcome is Outcome.FAILURE]
 
 
 def examine(
@@ -118,7 +118,7 @@ def examine(
             progress(name, done, len(operations))
         reference = _attempt(operation, _Uncached(model))
         cells[name] = {kind.name: _cell(operation, model, kind, reference) for kind in caches}
-    return Examination(type(model).__name__, cells)
+    return Examination(type(model).__name__, cells, frozenset(kind.name for kind in caches if kind.ours))
 
 
 class _Uncached:

@@ -287,9 +287,8 @@ def doctor(
     if unknown := set(cache or ()) - {kind.name for kind in kinds}:
         names = ", ".join(kind.name for kind in CACHES)
         raise typer.BadParameter(f"no cache {', '.join(sorted(unknown))}; there are {names}")
-    logging.getLogger("windowkv").setLevel(logging.ERROR)  # what enable warns of is in the matrix
     torch.set_num_threads(1)  # the twins are tiny: threads only get in each other's way
-    with progress() as show:
+    with progress() as show, _without_warnings():
         if model is not None:
             show(f"reading the config of {model}", 0, 0)
             examined = {model: _examined(load_config(model), kinds, show)}
@@ -434,6 +433,18 @@ def _examined(config: Any, kinds: "Sequence[CacheKind]", show: Show | None = Non
     from windowkv.tiny_model import tiny_model
 
     return examine(tiny_model(config, windows=windows), caches=kinds, progress=show)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """What windowkv warns of while it examines is in the result."""
+    logger = logging.getLogger("windowkv")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
