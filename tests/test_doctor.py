@@ -31,8 +31,8 @@ def _broken(model: Any, tokens: int) -> Any:
 
 def test_a_cache_that_drops_too_early_fails_where_it_shows() -> None:
     kind = CacheKind("too small", _too_small)
-    assert outcomes(shared_model("mistral"), kind, "instantiate", "generate, short") == [Outcome.SAME] * 2
-    assert outcomes(shared_model("mistral"), kind, "generate, past the window", "two turns") == [Outcome.FAILURE] * 2
+    assert outcomes(shared_model("mistral"), kind, "instantiate", "generate short") == [Outcome.SAME] * 2
+    assert outcomes(shared_model("mistral"), kind, "generate past the window", "two turns") == [Outcome.FAILURE] * 2
 
 
 def test_an_error_on_purpose_is_a_refusal_and_any_other_a_failure() -> None:
@@ -44,7 +44,7 @@ def test_an_error_on_purpose_is_a_refusal_and_any_other_a_failure() -> None:
 def test_what_fails_with_the_cache_of_transformers_too_is_its_fault() -> None:
     plain = CacheKind("plain", lambda model, tokens: DynamicCache(config=model.config))
     model = tiny_model(hf.MoshiConfig())  # its config names a window that its code never applies
-    assert outcomes(model, plain, "generate, past the window") == [Outcome.THEIRS]
+    assert outcomes(model, plain, "generate past the window") == [Outcome.THEIRS]
 
 
 def test_a_window_that_no_code_applies_is_none_with_windowkv() -> None:

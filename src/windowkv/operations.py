@@ -119,9 +119,9 @@ def _reset_and_reuse(subject: Subject) -> Tensor:
 
 OPERATIONS: Mapping[str, Operation] = {
     "instantiate": _instantiate,
-    "generate, short": _short,
-    "generate, at the window": _at_the_window,
-    "generate, past the window": _past_the_window,
+    "generate short": _short,
+    "generate at the window": _at_the_window,
+    "generate past the window": _past_the_window,
     "padded batch": _padded_batch,
     "two turns": _two_turns,
     "beams": _beams,

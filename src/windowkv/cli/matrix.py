@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     Examined = Mapping[str, Examination | str]  # by model; a sentence where there was nothing to examine
 
 _UNREMARKABLE = ("same", "absent")
+_NAMED = 5  # operations in one row; more are counted
 _WORDS = {"absent": "-", "transformers": "transformers' fault"}
 _STYLES = {"same": "green", "failure": "bold red", "absent": "dim"}
 # What differs from run to run, and from model to model for one and the same reason.
 _VARYING = (
     (re.compile(r"token \d+ of row \d+ is \d+, \d+ without a cache"), "other tokens than without a cache"),
     (re.compile(r"/\S+/cache: "), ""),
+    (re.compile(r"such as \w+"), "such as this one"),
+    (re.compile(r"a \w+ of transformers keeps"), "a layer of transformers' own keeps"),
+    (re.compile(r" of type <class '[^']+'>"), " of this type"),
     (re.compile(r"\(\d+\)"), "(n)"),
     (re.compile(r"index -?\d+ is out of bounds for dimension (\d) with size \d+"), r"out of bounds for dimension \1"),
 )
@@ -131,13 +135,14 @@ def _counts(cells: "Iterable[Cell]") -> str:
 def _summary(examination: "Examination", cache: str, notes: dict[str, int]) -> str:
     """The operations that did not come out the same, each with the number of its reason, which is noted."""
     odd = [
-        f"{operation} ({notes.setdefault(_reason(row[cache]), len(notes) + 1)})"
+        (operation, notes.setdefault(_reason(row[cache]), len(notes) + 1))
         for operation, row in examination.cells.items()
         if row[cache].outcome.value not in _UNREMARKABLE
     ]
-    if len(odd) == len(examination.cells):
-        return f"nothing {' '.join(dict.fromkeys(each[each.rindex('(') :] for each in odd))}"
-    return f"all but {', '.join(odd)}" if odd else "same"
+    numbers = ", ".join(str(number) for number in dict.fromkeys(number for _, number in odd))
+    if len(odd) > _NAMED:
+        return f"{len(odd)} operations are not ({numbers})"
+    return f"all but {', '.join(f'{operation} ({number})' for operation, number in odd)}" if odd else "same"
 
 
 def _reason(cell: "Cell") -> str:
