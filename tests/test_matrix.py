@@ -8,16 +8,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tiny import MODELS, WINDOW, build
+import windowkv
+from tiny import MODELS, WINDOW, build, generated, uncached
+from windowkv import PrefixStore
 from windowkv.architectures import windowed_configs
 from windowkv.doctor import CACHES, Examination, examine
 from windowkv.errors import TinyModelError
 from windowkv.layout import read_layout
-from windowkv.operations import OPERATIONS
+from windowkv.operations import OPERATIONS, text
 from windowkv.tiny_model import tiny_model
 
 OURS = [kind for kind in CACHES if kind.ours]
@@ -95,7 +98,7 @@ if Version(hf.__version__) < Version("5.24"):  # its sliding layers need rotary 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "architecture" in metafunc.fixturenames:
+    if metafunc.function is test_every_cache_with:
         every = metafunc.config.getoption("every_architecture")
         found = [name for name, _ in windowed_configs()] if every else SAMPLE
         metafunc.parametrize("architecture", [name for name in found if name in CONFIG_MAPPING])
@@ -126,6 +129,18 @@ def test_a_window_that_no_code_applies_makes_full_layers(architecture_without_wi
     config = tiny_model(CONFIG_MAPPING[architecture_without_window](), windows=True).config
     assert config.get_text_config(decoder=True).sliding_window == WINDOW
     assert not any(layer.bounded for layer in read_layout(config).layers)
+
+
+@pytest.mark.parametrize("architecture", [name for name in ("dory", "unlimited_ocr") if name in CONFIG_MAPPING])
+def test_a_store_keeps_nothing_of_layers_that_it_cannot_resume(architecture: str) -> None:
+    """Layers that a model adds to a cache, and windows that begin where the first forward ended."""
+    model, store = tiny_model(CONFIG_MAPPING[architecture](), windows=True), PrefixStore(1 << 20)
+    ids = text(1, 5 * WINDOW)
+    expected = uncached(model, ids, 9)
+    windowkv.enable(model, prefix_store=store)
+    generated(model, ids[:, : 3 * WINDOW], 9)
+    assert torch.equal(generated(model, ids, 9), expected)
+    assert store.stats.tokens_reused == 0
 
 
 @pytest.mark.parametrize("name", ROWS)

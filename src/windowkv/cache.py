@@ -124,6 +124,11 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         ends = {layer.get_seq_length() for layer in self.layers if isinstance(layer, BufferedLayer)}
         return len(ends) > 1 or (self.history is not None and self.history.interrupted)
 
+    @property
+    def extended(self) -> bool:
+        """Whether a model added layers of its own, as one does that runs some of its layers several times."""
+        return len(self.layers) > len(self.layout.layers)
+
     def fork(self) -> "DynamicSlidingWindowCache":
         """An independent cache at the same point.
 
@@ -147,7 +152,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
             raise InputError(
                 "a change of this cache did not end, and its layers may hold different tokens: reset it first"
             )
-        if len(self.layers) > len(self.layout.layers):
+        if self.extended:
             raise InputError(
                 f"this cache has {len(self.layers)} layers, and the model's config says {len(self.layout.layers)}: the "
                 "model added the others itself, and a file could not tell what they are; fork works"

@@ -54,9 +54,10 @@ _MODEST = (0.1, 0.6)  # standard deviations with which attention matters, and no
 def tiny_model(config: PreTrainedConfig, *, windows: bool = False) -> Any:
     """A model of the same architecture with few small layers, random weights and a window of 8, ready to generate.
 
-    Every kind of layer in `layer_types` is kept. `windows` switches them on where the config has them off.
-    The same config always gives the same weights. Of a model of several parts whose whole cannot be built (a library
-    is missing, say) it is the part that generates text. Raises TinyModelError where no such model can be made.
+    Every kind of layer in `layer_types` is kept, other settings of single layers (`per_layer_config`) are not.
+    `windows` switches windows on where the config has them off. The same config always gives the same weights. Of a
+    model of several parts whose whole cannot be built (a library is missing, say) it is the part that generates text.
+    Raises TinyModelError where no such model can be made.
     """
     if config.is_encoder_decoder:
         raise TinyModelError(
