@@ -438,7 +438,9 @@ def test_doctor_of_all_architectures_names_what_is_not_the_same_with_its_reason(
     configs = [("mistral", hf.MistralConfig()), ("moshi", hf.MoshiConfig()), ("bart", hf.BartConfig())]
     monkeypatch.setattr("windowkv.architectures.windowed_configs", lambda: iter(configs))
     page = command("doctor", "--all", "--markdown").out
-    assert "| `mistral` | all but crop (1) | all but crop (2), assisted (3) | same | same |" in page
+    assert (
+        "| `mistral` | `MistralForCausalLM` | all but crop (1) | all but crop (2), assisted (3) | same | same |" in page
+    )
     assert "\n2. failure: other tokens than without a cache\n" in page
     assert "- `bart`: BartConfig describes an encoder and a decoder" in page
     table = " ".join(command("doctor", "--all").out.split())

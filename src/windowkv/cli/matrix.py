@@ -92,7 +92,8 @@ _PAGE = """# Compatibility
 
 Written by `windowkv doctor --all --markdown` with transformers {version}: every architecture whose config can name
 a window, as a tiny model with random weights and a window of 8. Each does all of this with each cache, and its greedy
-tokens are compared with those of a forward without any cache:
+tokens are compared with those of a forward without any cache. Where a whole model could not be built (a library is
+missing, say), its text part was examined: the class tells.
 
 {operations}
 
@@ -110,8 +111,16 @@ def page(examined: "Examined") -> str:
     """The same as a page: an architecture in a row, and a numbered reason for whatever is not the same."""
     caches, notes = _caches(examined), dict[str, int]()
     whole = dict(_whole(examined))
-    rows = [[f"`{name}`", *(_summary(each, cache, notes) for cache in caches)] for name, each in whole.items()]
-    rows = [["architecture", *caches], ["---"] * (len(caches) + 1), *rows, ["all", *_totals(whole, caches)]]
+    rows = [
+        [f"`{name}`", f"`{each.model_class}`", *(_summary(each, cache, notes) for cache in caches)]
+        for name, each in whole.items()
+    ]
+    rows = [
+        ["architecture", "class", *caches],
+        ["---"] * (len(caches) + 2),
+        *rows,
+        ["all", "", *_totals(whole, caches)],
+    ]
     text = _PAGE.format(
         version=version("transformers"),
         operations="\n".join(f"- {operation}" for operation in next(iter(whole.values())).cells),
