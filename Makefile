@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/windowkv demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses auto
+
+# Every cache with every architecture of transformers that can have a window, not a sample of them.
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest --numprocesses auto --every-architecture
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

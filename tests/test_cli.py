@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from windowkv.benchmark import CONTENDERS, Scenario
 from windowkv.cli import main
 from windowkv.cli.sources import DEMO_MODEL, python_documentation
 from windowkv.cli.terminal import progress
+from windowkv.doctor import CacheKind
 
 PROMPT = "the window slides over the text. " * 12
 CODES = (10, *range(32, 127))
@@ -102,7 +104,7 @@ def started() -> Iterator[Started]:
 
 def test_version_and_help(command: Command) -> None:
     assert command("--version") == (0, f"windowkv {version('windowkv')}\n", "")
-    assert {"demo", "generate", "plan", "bench"} <= set(command("--help").out.split())
+    assert {"demo", "generate", "plan", "doctor", "bench"} <= set(command("--help").out.split())
 
 
 @pytest.mark.parametrize(
@@ -382,6 +384,74 @@ def test_plan_tells_how_many_tokens_fit_in_a_budget(command: Command, model: str
 def test_plan_answers_both_questions_at_once(command: Command, model: str) -> None:
     report = json.loads(command("plan", model, "--tokens", 10, "--budget", "1MiB", "--json").out)
     assert {"total_bytes", "max_tokens"} <= set(report)
+
+
+# -- doctor
+
+
+def test_doctor_shows_what_works_with_a_model(command: Command, model: str) -> None:
+    code, out, err = command("doctor", model)
+    assert code == 0
+    assert "a tiny Gemma3ForCausalLM" in out
+    assert {"DynamicCache", "StaticCache", "enable"} <= set(out.split())
+    assert re.search(r"two turns +same +same +same +same", out)
+    assert re.search(r"^crop +refused \(1\)", out.replace("  crop", "crop"), flags=re.MULTILINE)
+    assert "(1) refused, because `crop` was called, but" in out
+    assert "save and load ..." in err
+
+
+def test_doctor_as_json_has_every_cell_and_the_caches_asked_for(command: Command, model: str) -> None:
+    code, out, _ = command("doctor", model, "--json", "--cache", "enable", "--cache", "StaticCache")
+    report = json.loads(out)
+    assert (code, report["failures"]) == (0, 0)
+    cells = report["models"][model]["cells"]
+    assert cells["beams"]["enable"] == {"outcome": "same", "detail": ""}
+    assert cells["fork"]["StaticCache"] == {"outcome": "absent", "detail": "a StaticCache has no fork"}
+    assert {tuple(row) for row in cells.values()} == {("StaticCache", "enable")}
+
+
+def test_doctor_ends_with_1_when_a_cache_of_windowkv_fails(
+    command: Command, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windowkv.doctor.CACHES", [CacheKind("broken", lambda model, tokens: tokens)])
+    code, out, _ = command("doctor", model)
+    assert code == 1
+    assert "failure" in out
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--all", "mistral"), ("mistral", "--cache", "none"), ("mistral", "--json", "--markdown")]
+)
+def test_doctor_refuses_what_is_no_question(command: Command, arguments: tuple[str, ...]) -> None:
+    assert command("doctor", *arguments).code == 2
+
+
+def test_doctor_says_in_one_line_of_what_no_tiny_twin_can_be_made(command: Command, tmp_path: Path) -> None:
+    hf.BartConfig().save_pretrained(tmp_path)
+    code, out, err = command("doctor", tmp_path)
+    assert (code, out) == (1, "")
+    assert err.endswith("BartConfig describes an encoder and a decoder: tiny twins are made of decoders alone\n")
+
+
+def test_doctor_of_all_architectures_names_what_is_not_the_same_with_its_reason(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [("mistral", hf.MistralConfig()), ("moshi", hf.MoshiConfig()), ("bart", hf.BartConfig())]
+    monkeypatch.setattr("windowkv.architectures.windowed_configs", lambda: iter(configs))
+    page = command("doctor", "--all", "--markdown").out
+    assert re.search(
+        r"\| `mistral` \| `MistralForCausalLM` \| all but crop \(1\).* \| all but .* \| same \| same \|", page
+    )
+    assert "\n1. refused, because `crop` was called" in page
+    assert ". failure: other tokens than without a cache\n" in page
+    assert "- `bart`: BartConfig describes an encoder and a decoder" in page
+    table = " ".join(command("doctor", "--all").out.split())
+    assert "moshi" in table
+    assert "12 same" in table
+    assert "not examined: BartConfig" in table
+
+
+# -- bench
 
 
 def test_bench_prints_ratios_and_writes_a_picture_and_the_data(

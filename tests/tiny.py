@@ -35,32 +35,32 @@ _SIZES: dict[str, Any] = {
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
-def _build(model_class: Any, config_class: Any, **options: Any) -> Any:
+def build(model_class: Any, config_class: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     return model_class(config_class(**_SIZES | options)).eval()
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "mistral": lambda: _build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=WINDOW),
-    "mistral-w1": lambda: _build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=1),
-    "mistral-w2": lambda: _build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=2),
-    "mistral-full": lambda: _build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=None),
-    "mistral-wide": lambda: _build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=100_000),
-    "qwen2": lambda: _build(
+    "mistral": lambda: build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=WINDOW),
+    "mistral-w1": lambda: build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=1),
+    "mistral-w2": lambda: build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=2),
+    "mistral-full": lambda: build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=None),
+    "mistral-wide": lambda: build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=100_000),
+    "qwen2": lambda: build(
         hf.Qwen2ForCausalLM, hf.Qwen2Config, sliding_window=WINDOW, use_sliding_window=True, max_window_layers=2
     ),
-    "qwen2-off": lambda: _build(hf.Qwen2ForCausalLM, hf.Qwen2Config, sliding_window=WINDOW, use_sliding_window=False),
-    "gemma2": lambda: _build(
+    "qwen2-off": lambda: build(hf.Qwen2ForCausalLM, hf.Qwen2Config, sliding_window=WINDOW, use_sliding_window=False),
+    "gemma2": lambda: build(
         hf.Gemma2ForCausalLM, hf.Gemma2Config, sliding_window=WINDOW, layer_types=_ALTERNATING, query_pre_attn_scalar=16
     ),
-    "gemma3": lambda: _build(
+    "gemma3": lambda: build(
         hf.Gemma3ForCausalLM,
         hf.Gemma3TextConfig,
         sliding_window=WINDOW,
         layer_types=["sliding_attention"] * 3 + ["full_attention"],
         query_pre_attn_scalar=16,
     ),
-    "gemma3n": lambda: _build(
+    "gemma3n": lambda: build(
         hf.Gemma3nForCausalLM,
         hf.Gemma3nTextConfig,
         sliding_window=WINDOW,
@@ -74,8 +74,8 @@ MODELS: dict[str, Callable[[], Any]] = {
         laurel_rank=8,
         altup_num_inputs=2,
     ),
-    "phi3": lambda: _build(hf.Phi3ForCausalLM, hf.Phi3Config, sliding_window=WINDOW),
-    "gpt_oss": lambda: _build(
+    "phi3": lambda: build(hf.Phi3ForCausalLM, hf.Phi3Config, sliding_window=WINDOW),
+    "gpt_oss": lambda: build(
         hf.GptOssForCausalLM,
         hf.GptOssConfig,
         sliding_window=WINDOW,
@@ -86,7 +86,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "llama4-chunk8": lambda: _llama4(WINDOW),
     "llama4-chunk4": lambda: _llama4(4),
-    "cohere2": lambda: _build(
+    "cohere2": lambda: build(
         hf.Cohere2ForCausalLM,
         hf.Cohere2Config,
         sliding_window=WINDOW,
@@ -95,8 +95,8 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 # Layers with a state of their own, which windowkv leaves to transformers.
 STATEFUL: dict[str, Callable[[], Any]] = {
-    "lfm2": lambda: _build(hf.Lfm2ForCausalLM, hf.Lfm2Config, layer_types=["conv", "full_attention"] * 2),
-    "qwen3_next": lambda: _build(
+    "lfm2": lambda: build(hf.Lfm2ForCausalLM, hf.Lfm2Config, layer_types=["conv", "full_attention"] * 2),
+    "qwen3_next": lambda: build(
         hf.Qwen3NextForCausalLM,
         hf.Qwen3NextConfig,
         layer_types=["linear_attention", "full_attention"] * 2,
@@ -115,7 +115,7 @@ ARCHITECTURES = ["mistral", "qwen2", "gemma2", "gemma3", "gemma3n", "phi3", "gpt
 
 
 def _llama4(chunk: int) -> Any:
-    return _build(
+    return build(
         hf.Llama4ForCausalLM,
         hf.Llama4TextConfig,
         attention_chunk_size=chunk,

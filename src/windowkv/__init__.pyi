@@ -6,6 +6,7 @@ from .errors import (
     ModelSourceError as ModelSourceError,
     OptionError as OptionError,
     RollbackError as RollbackError,
+    TinyModelError as TinyModelError,
     UnsupportedModelError as UnsupportedModelError,
     WindowKVError as WindowKVError,
 )

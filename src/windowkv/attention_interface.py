@@ -21,8 +21,8 @@ _PREFIX = "windowkv_"
 _STARTS = torch.int32  # no other mask has this dtype: it tells both seams what they are looking at
 _BASE_MASKS: dict[str, Callable[..., Tensor | None]] = {"sdpa": sdpa_mask, "eager": eager_mask}
 # Models that say to attend through transformers' interface, and look into their masks besides, or count positions
-# by what they are fed at once.
-_OWN_WAYS = frozenset({"doge", "kosmos-2.5"}) | BIDIRECTIONAL_PROMPT
+# by what they are fed at once, or (RecurrentGemma in older releases) keep what they have seen outside of any cache.
+_OWN_WAYS = frozenset({"doge", "kosmos-2.5", "recurrent_gemma"}) | BIDIRECTIONAL_PROMPT
 
 
 def is_plain_decoder(model: Any) -> bool:

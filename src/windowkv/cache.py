@@ -135,6 +135,11 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         ends = {layer.get_seq_length() for layer in self.layers if isinstance(layer, BufferedLayer)}
         return self.changes.broken or len(ends) > 1
 
+    @property
+    def extended(self) -> bool:
+        """Whether a model added layers of its own, as one does that runs some of its layers several times."""
+        return len(self.layers) > len(self.layout.layers)
+
     def fork(self) -> "DynamicSlidingWindowCache":
         """An independent cache at the same point.
 
@@ -152,11 +157,17 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
         Whatever happens, the file is then the old one or the new one, whole; of several writers at once, one's.
         What lies in reach of `crop` beyond `rollback` is not written. Raises CacheFileError when it cannot be written,
-        InputError when a forward into the cache broke off, so that its layers hold different tokens.
+        InputError when a forward into the cache broke off, so that its layers hold different tokens, or when the model
+        added layers of its own to it.
         """
         if self.interrupted:
             raise InputError(
                 "a change of this cache did not end, and its layers may hold different tokens: reset it first"
+            )
+        if self.extended:
+            raise InputError(
+                f"this cache has {len(self.layers)} layers, and the model's config says {len(self.layout.layers)}: the "
+                "model added the others itself, and a file could not tell what they are; fork works"
             )
         manifest, tensors = snapshot.take(self.layers, self.layout, self.history)
         seen = None if all(self.is_linear) else self.get_seq_length()

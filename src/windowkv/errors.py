@@ -28,6 +28,10 @@ class UnsupportedModelError(WindowKVError, TypeError):
     """An object that `windowkv.enable` cannot serve."""
 
 
+class TinyModelError(WindowKVError, ValueError):
+    """A config of which no small model with the same kinds of layers can be made."""
+
+
 class ModelSourceError(WindowKVError, OSError):
     """A model that was named but cannot be found or read."""
 

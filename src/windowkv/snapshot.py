@@ -159,7 +159,16 @@ def _foreign(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
             plain[name] = value
         else:
             raise CacheFileError(f"a {type(layer).__name__} holds a {type(value).__name__}, which cannot be saved")
-    return {"class": type(layer).__name__, "attributes": plain}, tensors
+    return {"class": type(layer).__name__, "attributes": plain}, _apart(tensors)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with a storage each: some layers keep one under two names, which a file refuses."""
+    owners: dict[int, str] = {}
+    return {
+        name: tensor if owners.setdefault(tensor.untyped_storage().data_ptr(), name) == name else tensor.clone()
+        for name, tensor in tensors.items()
+    }
 
 
 def _restore_foreign(layer: Any, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -178,7 +187,7 @@ def _restore_foreign(layer: Any, entry: Mapping[str, Any], tensors: Mapping[str,
     for name, tensor in tensors.items():
         attribute, _, key = name.partition(".")
         if key:
-            values.setdefault(attribute, {})[int(key)] = tensor.clone()
+            values.setdefault(attribute, {})[int(key) if key.isdecimal() else key] = tensor.clone()
         else:
             values[attribute] = tensor.clone()
     _check_attributes(layer, values)

@@ -4,9 +4,10 @@ Knows what each command does, in which order. Leaves torch and transformers to t
 """
 
 import json
+import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from fractions import Fraction
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windowkv.cli import reports
+from windowkv.cli import matrix, reports
 from windowkv.cli.sources import (
     DEMO_MODEL,
     encode,
@@ -28,12 +29,13 @@ from windowkv.cli.sources import (
     read_stdin,
 )
 from windowkv.cli.terminal import Show, print_json, print_table, progress, say
-from windowkv.errors import OptionError, WindowKVError
+from windowkv.errors import OptionError, TinyModelError, WindowKVError
 from windowkv.plot import FORMATS, Usage, draw_comparison, draw_ratios
 
 if TYPE_CHECKING:
     from windowkv.benchmark import Result
     from windowkv.comparison import Comparison
+    from windowkv.doctor import CacheKind
 
 _WITH_MODEL = ("windowkv.comparison", "windowkv.model_source", "transformers.modeling_utils")
 _STORE_BYTES = 1 << 30  # that a store holds in memory beside its files
@@ -257,6 +259,61 @@ def plan(
 
 
 @app.command()
+def doctor(
+    model: Annotated[str | None, typer.Argument(help=f"{_MODEL_HELP} Only the config is read.")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every architecture of the installed transformers that can have a window.")
+    ] = False,
+    cache: Annotated[list[str] | None, typer.Option(help="One of the caches; all of them without.")] = None,
+    as_json: AsJson = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a page of documentation on stdout.")] = False,
+) -> None:
+    """Try every cache with a model: a tiny twin with random weights does all that a cache is used for.
+
+    Tokens are compared with those without any cache. Exit code 1 when one of windowkv's caches fails.
+    """
+    if every == (model is not None):
+        raise typer.BadParameter("pass a model, or --all")
+    if as_json and as_markdown:
+        raise typer.BadParameter("--json and --markdown are two forms; pass one")
+    import_slowly("windowkv.doctor", "windowkv.architectures", "windowkv.model_source")
+    import torch
+
+    from windowkv.architectures import windowed_configs
+    from windowkv.doctor import CACHES
+    from windowkv.model_source import load_config
+
+    kinds = [kind for kind in CACHES if not cache or kind.name in cache]
+    if unknown := set(cache or ()) - {kind.name for kind in kinds}:
+        names = ", ".join(kind.name for kind in CACHES)
+        raise typer.BadParameter(f"no cache {', '.join(sorted(unknown))}; there are {names}")
+    torch.set_num_threads(1)  # the twins are tiny: threads only get in each other's way
+    with progress() as show, _without_warnings():
+        if model is not None:
+            show(f"reading the config of {model}", 0, 0)
+            examined = {model: _examined(load_config(model), kinds, show)}
+        else:
+            configs = dict(windowed_configs())
+            examined = {}
+            for done, (name, config) in enumerate(configs.items()):
+                show(f"examining {len(configs):,} architectures", done, len(configs))
+                try:
+                    examined[name] = _examined(config, kinds, windows=True)
+                except TinyModelError as error:
+                    examined[name] = str(error)
+    if as_json:
+        print_json(matrix.report(examined))
+    elif as_markdown:
+        typer.echo(matrix.page(examined))
+    elif model is not None:
+        print_table(matrix.model_table(examined[model], title=model))
+    else:
+        print_table(matrix.architectures_table(examined))
+    if matrix.failures(examined):
+        raise typer.Exit(1)
+
+
+@app.command()
 def bench(
     scenario: Annotated[
         list[str] | None, typer.Option(help="One of those that --list names; all of them without.")
@@ -369,6 +426,25 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _examined(config: Any, kinds: "Sequence[CacheKind]", show: Show | None = None, *, windows: bool = False) -> Any:
+    from windowkv.doctor import examine
+    from windowkv.tiny_model import tiny_model
+
+    return examine(tiny_model(config, windows=windows), caches=kinds, progress=show)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """What windowkv warns of while it examines is in the result."""
+    logger = logging.getLogger("windowkv")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -20,6 +20,8 @@ from windowkv.prefix.store import PrefixStore
 from windowkv.prefix.texts import Text, texts_of
 
 _FED: ContextVar[list[DynamicSlidingWindowCache] | None] = ContextVar("fed", default=None)  # in this generate
+# Windows that begin where the first forward ended: a text fed in two parts is another one to these.
+_FED_AT_ONCE = "reference_sliding_attention"
 Feed = Callable[[Tensor, Any, dict[str, Any]], Any]  # ids [B, n], generation config, arguments of the forward
 
 
@@ -36,6 +38,7 @@ def stored_texts(model: Any, cache: Any, input_ids: Tensor, model_kwargs: dict[s
         and {name for name, value in model_kwargs.items() if isinstance(value, Tensor)} <= TEXT_INPUTS
         and cache.get_seq_length() < input_ids.shape[1]
         and is_as_given(model)
+        and all(spec.kind != _FED_AT_ONCE for spec in cache.layout.layers)
     ):
         return None
     texts = texts_of(input_ids, *(model_kwargs.get(name) for name in ("attention_mask", "position_ids")))

@@ -197,6 +197,8 @@ class PrefixStore:
     def insert(self, tokens: Tokens, cache: DynamicSlidingWindowCache, *, row: int = 0, padding: int = 0) -> bool:
         """Keep what a cache holds, of one row, as that of the text that it has seen; tells whether it is kept.
 
+        Nothing is kept of a cache to which a model added layers of its own.
+
         Args:
             tokens: the ids of at least what the row has seen, without padding, `[n]` or `[1, n]`.
             cache: of the model that the store serves. What is kept is a copy.
@@ -214,6 +216,8 @@ class PrefixStore:
             model = self._served()
             _check_cache(cache, model)
             _check_text(ids, cache, row, padding)
+            if cache.extended:
+                return False
             if seen <= 0 or self._touched(ids):
                 return bool(seen > 0)
             checkpoint = take_checkpoint(cache, row, padding)

@@ -1,0 +1,148 @@
+"""Every cache with every architecture that can have a window, doing all that a cache is used for.
+
+A sample in the normal run; all of them with `--every-architecture` (`make test-all`).
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from packaging.version import Version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import windowkv
+from tiny import MODELS, WINDOW, build, generated, uncached
+from windowkv import PrefixStore
+from windowkv.architectures import windowed_configs
+from windowkv.doctor import CACHES, Examination, examine
+from windowkv.errors import TinyModelError
+from windowkv.layout import read_layout
+from windowkv.operations import OPERATIONS, text
+from windowkv.tiny_model import tiny_model
+
+OURS = [kind for kind in CACHES if kind.ours]
+# One of each kind of layers, and of each way to name them.
+SAMPLE = [
+    "deepseek_v4",  # compressed
+    "dory",  # layers run several times
+    "dots3_note_text",  # indexed
+    "gemma3",  # the text part of a multimodal model
+    "gemma3n_text",  # shared
+    "gpt_oss",  # sink logits
+    "inkling_text",  # hybrid
+    "lara_mini",  # full, sliding and linear
+    "lfm3",  # convolutions
+    "llama4_text",  # chunked
+    "minimax",  # a cache class of its own
+    "modernbert-decoder",  # a window by another name
+    "moshi",  # a window that no code applies
+    "recurrent_gemma",  # recurrent
+]
+
+
+def _qwen2(**options: Any) -> Any:
+    return build(hf.Qwen2ForCausalLM, hf.Qwen2Config, **{"sliding_window": WINDOW} | options)
+
+
+ROWS: Mapping[str, Callable[[], Any]] = {
+    **{name: MODELS[name] for name in MODELS if name.startswith("mistral")},
+    "qwen2-off": lambda: _qwen2(use_sliding_window=False),
+    "qwen2-off-from-the-first": lambda: _qwen2(use_sliding_window=False, max_window_layers=0),
+    "qwen2-from-layer-28-of-4": lambda: _qwen2(use_sliding_window=True),
+    "qwen2-from-the-third": lambda: _qwen2(use_sliding_window=True, max_window_layers=2),
+    "qwen2-from-the-first": lambda: _qwen2(use_sliding_window=True, max_window_layers=0),
+    "qwen2-on-without-a-window": lambda: _qwen2(use_sliding_window=True, max_window_layers=0, sliding_window=None),
+    "qwen2-by-layer-types": lambda: _qwen2(
+        use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+    ),
+}
+
+# What windowkv's caches do not do the same, and why: how the cell begins. All else must be the same.
+_THEIRS = "transformers' own fault: token .* without a cache; so with its own cache"
+_MAYBE_THEIRS = f"same$|{_THEIRS}"  # depends on the release
+_NO_WAY_BACK = {"crop": "refused, because cannot take back 5 tokens"}  # states of transformers' own layers
+_STATEFUL = _NO_WAY_BACK | {"assisted": "refused, because assisted generation is not supported with stateful models"}
+# Its attention picks tokens, and picks others over a cache.
+_INDEXED = {"generate past the window": _THEIRS, "assisted": _THEIRS}
+# It takes no cache class but its own; its beams go wrong with that one too.
+_OWN_CACHE = "same$|refused, because (MiniMax uses cache|[Aa]ssisted decoding requires a cache)|transformers' own fault"
+_EXPECTED: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(["lara_mini", "nemo_speechlm", "nemotron_h", "nemotron_h_omni", "zaya"], _STATEFUL),
+    **dict.fromkeys(["inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text"], _NO_WAY_BACK),
+    **dict.fromkeys(["inkling_mm_model", "inkling_text", "lfm3", "lfm3_vl"], _NO_WAY_BACK),
+    # Padding is compressed together with tokens.
+    "deepseek_v4": _STATEFUL | {"padded batch": _THEIRS, "beams": _MAYBE_THEIRS},
+    # Its forward appends layers to the cache that it is given.
+    "dory": {"save and load": "refused, because this cache has 8 layers, and the model's config says 6"},
+    # Its mask depends on what it is fed at once, in older releases.
+    "doge": dict.fromkeys(["generate short", "generate at the window"], _MAYBE_THEIRS),
+    "dots3_note": _INDEXED,
+    "dots3_note_text": _INDEXED,
+    "minimax": dict.fromkeys(OPERATIONS, _OWN_CACHE),
+    # Several tokens on top of a recurrent state; older releases keep that state in the model.
+    "recurrent_gemma": _STATEFUL
+    | {"two turns": _MAYBE_THEIRS, "save and load": "same$|refused, because a change of this"},
+    # Its windows begin with the prompt, and a second prompt has none.
+    "unlimited_ocr": _NO_WAY_BACK | dict.fromkeys(["two turns", "fork", "save and load"], _THEIRS),
+    # It reads and writes sound, by a generate of its own that wants a scheduler.
+    "vibevoice": dict.fromkeys(OPERATIONS, "same$|refused|transformers' own fault"),
+}
+# Whose forward asks for more than text.
+_NOT_BUILT = {"kyutai_speech_to_text", "voxtral_realtime"}
+if Version(hf.__version__) < Version("5.24"):  # its sliding layers need rotary parameters that its config lacks
+    _NOT_BUILT |= {"step3p7"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_every_cache_with:
+        every = metafunc.config.getoption("every_architecture")
+        found = [name for name, _ in windowed_configs()] if every else SAMPLE
+        metafunc.parametrize("architecture", [name for name in found if name in CONFIG_MAPPING])
+
+
+def unexpected(examination: Examination, expected: Mapping[str, str]) -> dict[tuple[str, str], str]:
+    """The cells of windowkv's caches that are not as expected, by operation and cache."""
+    return {
+        (operation, kind.name): str(row[kind.name])
+        for operation, row in examination.cells.items()
+        for kind in OURS
+        if not re.match(expected.get(operation, "same$"), str(row[kind.name]))
+    }
+
+
+def test_every_cache_with(architecture: str) -> None:
+    config = CONFIG_MAPPING[architecture]()
+    if architecture in _NOT_BUILT:
+        with pytest.raises(TinyModelError, match="can be built that reads text alone"):
+            tiny_model(config, windows=True)
+        return
+    model = tiny_model(config, windows=True)
+    assert unexpected(examine(model), _EXPECTED.get(architecture, {})) == {}
+
+
+@pytest.mark.parametrize("architecture_without_window", ["moshi", "qwen3_omni_moe_thinker", "nemotron_h"])
+def test_a_window_that_no_code_applies_makes_full_layers(architecture_without_window: str) -> None:
+    config = tiny_model(CONFIG_MAPPING[architecture_without_window](), windows=True).config
+    assert config.get_text_config(decoder=True).sliding_window == WINDOW
+    assert not any(layer.bounded for layer in read_layout(config).layers)
+
+
+@pytest.mark.parametrize("architecture", [name for name in ("dory", "unlimited_ocr") if name in CONFIG_MAPPING])
+def test_a_store_keeps_nothing_of_layers_that_it_cannot_resume(architecture: str) -> None:
+    """Layers that a model adds to a cache, and windows that begin where the first forward ended."""
+    model, store = tiny_model(CONFIG_MAPPING[architecture](), windows=True), PrefixStore(1 << 20)
+    ids = text(1, 5 * WINDOW)
+    expected = uncached(model, ids, 9)
+    windowkv.enable(model, prefix_store=store)
+    generated(model, ids[:, : 3 * WINDOW], 9)
+    assert torch.equal(generated(model, ids, 9), expected)
+    assert store.stats.tokens_reused == 0
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_cache_with_the_window_settings_of(name: str) -> None:
+    assert unexpected(examine(ROWS[name](), caches=OURS), {}) == {}
