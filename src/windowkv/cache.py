@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from windowkv import cache_file, snapshot
 from windowkv.buffers import Recording
 from windowkv.changes import Changes
 from windowkv.errors import ConfigError, InputError, OptionError, RollbackError
 from windowkv.history import TokenHistory
-from windowkv.layers import BufferedLayer
+from windowkv.layers import BufferedLayer, recurrent_states
 from windowkv.layout import CacheLayout, read_layout
 from windowkv.window import Retention
 
@@ -126,7 +125,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         """How many texts it holds; None before the first."""
         buffers = [layer.buffer for layer in self.layers if isinstance(layer, BufferedLayer)]
         held = (buffer.held_tensors for buffer in buffers)
-        states = (tuple(_tensors(layer)) for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin))
+        states = map(recurrent_states, self.layers)
         return next((tensors[0].shape[0] for tensors in (*held, *states) if tensors), None)
 
     @property

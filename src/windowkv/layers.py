@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from windowkv.buffers import Buffer
 from windowkv.window import Retention, kv_range
@@ -111,3 +111,11 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Repeat every row `repeats` times, next to itself."""
         for storage in self.buffer.storages[:1]:
             self.buffer.take_rows(torch.arange(storage.shape[0], device=storage.device).repeat_interleave(repeats))
+
+
+def recurrent_states(layer: Any) -> list[Tensor]:
+    """The states `[B, ...]` of one of transformers' recurrent or convolutional layers; none of any other."""
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return []
+    states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return [state for state in states if isinstance(state, Tensor)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from windowkv.buffers import Buffer
 from windowkv.errors import CacheFileError
 from windowkv.history import TokenHistory
-from windowkv.layers import BufferedLayer
+from windowkv.layers import BufferedLayer, recurrent_states
 from windowkv.layout import CacheLayout, LayerSpec
 from windowkv.window import Span, tail_length
 
@@ -103,9 +103,7 @@ def ids_sha256(tokens: Tensor) -> str:
 def _check_rows(layers: Sequence[Any]) -> None:
     """Raise CacheFileError when layers hold different numbers of rows, or none."""
     held = [tensor for layer in layers if isinstance(layer, BufferedLayer) for tensor in layer.buffer.held_tensors]
-    for layer in layers:
-        for name in ("conv_states", "recurrent_states"):
-            held += [state for state in getattr(layer, name, {}).values() if isinstance(state, Tensor)]
+    held += [state for layer in layers for state in recurrent_states(layer)]
     rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in held}
     if len(rows) > 1 or 0 in rows:
         raise CacheFileError(f"its layers hold {' and '.join(map(str, sorted(rows)))} rows")
