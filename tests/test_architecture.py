@@ -16,7 +16,9 @@ MAP = (ROOT / "docs" / "architecture.md").read_text()
 ROWS = [
     {"errors", "window"},
     {"layout", "attention", "history", "cache_file", "prefix/tree", "prefix/fingerprint"},
-    {"memory", "buffers"},
+    {"quantisation"},
+    {"memory", "buffers", "codecs"},
+    {"packed_buffer"},
     {"layers"},
     {"snapshot"},
     {"cache", "attention_interface"},
@@ -36,8 +38,8 @@ ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 MODULES = sorted(
     path.relative_to(SOURCE).with_suffix("").as_posix() for path in SOURCE.rglob("*.py") if path.stem != "__init__"
 )
-WITHOUT_TORCH = {"errors", "window", "layout", "memory"}
-WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {"buffers", "attention", "history", "cache_file"}
+WITHOUT_TORCH = {"errors", "window", "layout", "memory", "quantisation"}
+WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {"buffers", "codecs", "packed_buffer", "attention", "history", "cache_file"}
 
 
 def imports(module: str) -> set[str]:

@@ -7,7 +7,7 @@ class or a global.
 import copy
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -34,6 +34,7 @@ from windowkv.errors import InputError, OptionError, UnsupportedModelError
 from windowkv.layout import BIDIRECTIONAL_PROMPT, difference, read_layout
 from windowkv.prefix.prompt import Feed, feed_through, is_plain_text, leaving_ends
 from windowkv.prefix.store import PrefixStore
+from windowkv.quantisation import Quantisation
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +57,16 @@ class GenerationOptions:
     rollback: int
     prefill_chunk: int | None
     prefix_store: PrefixStore | None
+    quantisation: Quantisation
 
     def new_cache(self, config: Any) -> DynamicSlidingWindowCache:
         """An empty cache for a model with this config."""
-        return DynamicSlidingWindowCache(config, rollback=self.rollback)
+        return DynamicSlidingWindowCache(config, self.rollback, **asdict(self.quantisation))
+
+    def bind_store(self, model: Any) -> None:
+        """Let the store serve this model by caches such as these."""
+        if self.prefix_store is not None:
+            self.prefix_store.bind(model, **asdict(self.quantisation))
 
 
 def enable(
@@ -69,6 +76,8 @@ def enable(
     prefill_chunk: int | Literal["auto"] | None = "auto",
     attention: Literal["auto", "model"] = "auto",
     prefix_store: PrefixStore | None = None,
+    kv_dtype: str | None = None,
+    quantize: str = "full",
 ) -> ModelT:
     """Make `DynamicSlidingWindowCache` the cache that `model.generate` makes when it is given none.
 
@@ -91,6 +100,8 @@ def enable(
             model's own result, and otherwise does as "model", which leaves the model's attention as it is.
         prefix_store: where prompts of ids alone, without padding, find what others had computed of their beginning, and
             leave what they compute, single texts with their continuation.
+        kv_dtype: as DynamicSlidingWindowCache.
+        quantize: as DynamicSlidingWindowCache.
 
     Raises:
         UnsupportedModelError: the object has no `generate` of transformers.
@@ -101,12 +112,11 @@ def enable(
     chunk = _checked_chunk(prefill_chunk)
     if prefill_chunk == "auto" and not is_plain_decoder(target):
         chunk = None
-    options = GenerationOptions(rollback, chunk, prefix_store)
+    options = GenerationOptions(rollback, chunk, prefix_store, Quantisation(kv_dtype, quantize))
     if attention not in ("auto", "model"):
         raise OptionError(f'attention={attention!r}: "auto" or "model"')
     layout = options.new_cache(target.config).layout  # what cannot be served is said now, not while generating
-    if prefix_store is not None:
-        prefix_store.bind(target)
+    options.bind_store(target)
     if not target._supports_default_dynamic_cache():
         logger.warning(
             "%s only works with a cache class of its own, which generate goes on using", type(target).__name__
@@ -244,9 +254,9 @@ class _Prefill(_Seam):
             generation_config.prefill_chunk_size = self.options.prefill_chunk
         feed = partial(_feed, partial(getattr(type(model), _FEEDS_PROMPT), model, **kwargs))
         store = self.options.prefix_store
-        if store is None or generation_config.is_assistant or not is_plain_text(cache, input_ids, model_kwargs):
+        if store is None or generation_config.is_assistant or not is_plain_text(store, cache, input_ids, model_kwargs):
             return feed(input_ids, generation_config, model_kwargs)
-        store.bind(model)  # a copy of a model has a store of its own
+        self.options.bind_store(model)  # a copy of a model has a store of its own
         return feed_through(store, feed, input_ids, generation_config, model_kwargs)
 
 
@@ -256,7 +266,7 @@ class _Generating(_Seam):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate, and leave where the text ends."""
         model, store = self.model, self.options.prefix_store
-        store.bind(model)
+        self.options.bind_store(model)
         with leaving_ends(store):
             return getattr(type(model), _GENERATES)(model, *args, **kwargs)
 

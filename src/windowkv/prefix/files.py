@@ -3,6 +3,7 @@
 Knows which parts go into which file. Knows nothing of where files are.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from windowkv.prefix.parts import (
     assemble,
     block_content,
     block_from,
+    block_names,
     checkpoint_content,
     checkpoint_from,
     full_layers,
     take_block,
 )
 from windowkv.prefix.tree import BLOCK_TOKENS, Ids
+from windowkv.quantisation import Quantisation
 from windowkv.snapshot import under
 
 _IDS, _REST = "ids", "rest."
@@ -34,16 +37,19 @@ def write_point(disk: DiskTier, ids: Ids, cache: DynamicSlidingWindowCache, row:
     keys = disk.keys(ids, [base, end, *ends])
     if disk.has_point(keys[end]):  # how far it goes back may differ, which is in its name
         return
+    names = block_names(cache)
     for stop in ends:
-        disk.write(block_name(keys, stop), block_content(take_block(cache, row, stop - BLOCK_TOKENS, stop)), {})
+        disk.write(block_name(keys, stop), block_content(take_block(cache, row, stop - BLOCK_TOKENS, stop), names), {})
     manifest, tensors = checkpoint_content(checkpoint)
-    rest = block_content(take_block(cache, row, len(ends) * BLOCK_TOKENS, end))
+    rest = block_content(take_block(cache, row, len(ends) * BLOCK_TOKENS, end), names)
     tensors |= {_IDS: torch.from_numpy(ids.copy())} | {_REST + name: tensor for name, tensor in rest.items()}
     disk.write(point_name(keys, end, base), tensors, manifest)
     disk.prune()
 
 
-def read_point(disk: DiskTier, point: Point, config: Any) -> tuple[Ids, DynamicSlidingWindowCache] | None:
+def read_point(
+    disk: DiskTier, point: Point, config: Any, quantisation: Quantisation
+) -> tuple[Ids, DynamicSlidingWindowCache] | None:
     """The text of a point and a cache that has seen it; None when some file of it is damaged or gone."""
     found = disk.read(point.name)
     if found is None:
@@ -52,16 +58,17 @@ def read_point(disk: DiskTier, point: Point, config: Any) -> tuple[Ids, DynamicS
     try:
         ids = tensors[_IDS].numpy()
         keys = disk.keys(ids, range(BLOCK_TOKENS, point.end + 1, BLOCK_TOKENS) if len(ids) == point.end else [0])
-        layers = len(full_layers(DynamicSlidingWindowCache(config)))
+        names = block_names(DynamicSlidingWindowCache(config, **asdict(quantisation)))
         blocks: list[Block] = []
-        for stop in keys if layers else ():
+        for stop in keys if names else ():
             block = disk.read(block_name(keys, stop))
             if block is None:
                 disk.remove(point.name)
                 return None
-            blocks.append(block_from(block[1], layers))
-        blocks.append(block_from(under(_REST, tensors), layers))
-        return ids, assemble(config, checkpoint_from(config, manifest, tensors, point.end), 0, blocks, point.end)
+            blocks.append(block_from(block[1], names))
+        blocks.append(block_from(under(_REST, tensors), names))
+        checkpoint = checkpoint_from(config, quantisation, manifest, tensors, point.end)
+        return ids, assemble(config, checkpoint, 0, blocks, point.end)
     except (CacheFileError, KeyError):
         disk.remove(point.name)
         return None

@@ -19,11 +19,12 @@ _FED: ContextVar[list[DynamicSlidingWindowCache] | None] = ContextVar("fed", def
 Feed = Callable[[Tensor, Any, dict[str, Any]], Any]  # ids [B, n], generation config, arguments of the forward
 
 
-def is_plain_text(cache: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a prompt is all that a cache will have seen: ids alone, whole and without padding."""
+def is_plain_text(store: PrefixStore, cache: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a prompt is all that a cache of the store's kind will have seen: ids alone, whole and without padding."""
     mask = model_kwargs.get("attention_mask")
     return (
         isinstance(cache, DynamicSlidingWindowCache)
+        and cache.quantisation == store.quantisation
         and cache.history is not None
         and cache.history.complete
         and {name for name, value in model_kwargs.items() if isinstance(value, Tensor)} <= TEXT_INPUTS

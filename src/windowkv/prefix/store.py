@@ -27,13 +27,13 @@ from windowkv.prefix.parts import (
     Checkpoint,
     assemble,
     block_nbytes,
-    full_layers,
     split_block,
     stack,
     take_block,
     take_checkpoint,
 )
 from windowkv.prefix.tree import Ids, Node, Tree, prune
+from windowkv.quantisation import Quantisation
 
 _Node = Node[Block, Checkpoint]
 
@@ -89,6 +89,7 @@ class PrefixStore:
         self._lock = threading.RLock()
         self._model: weakref.ref[Any] | None = None
         self._version: tuple[Any, ...] | None = None
+        self.quantisation = Quantisation()
         self._fingerprint = ""
         self._trees: dict[str, Tree[Block, Checkpoint]] = {}  # by the fingerprint of the weights that were on
         self._stats = Stats()
@@ -110,13 +111,20 @@ class PrefixStore:
             entries = sum(node.checkpoint is not None for node in self._nodes())
             return replace(self._stats, entries=entries, disk_nbytes=on_disk)
 
-    def bind(self, model: Any) -> None:
-        """Serve this model. Raises OptionError when the store serves another, which is still there."""
+    def bind(self, model: Any, *, kv_dtype: str | None = None, quantize: str = "full") -> None:
+        """Serve this model, by caches that are quantised so, as DynamicSlidingWindowCache has it.
+
+        What was stored with other options stays, and is found when they are back. Raises OptionError when the store
+        serves another model, which is still there, or there are no such options.
+        """
+        quantisation = Quantisation(kv_dtype, quantize)
         with self._lock:
             bound = self._model and self._model()
             if bound is not None and bound is not model:
                 raise OptionError(f"this store serves another {type(bound).__name__}: a store serves one model")
             self._model = weakref.ref(model)
+            if quantisation != self.quantisation:
+                self.quantisation, self._version = quantisation, None
 
     def clear(self) -> None:
         """Hold nothing in memory; files stay."""
@@ -170,6 +178,11 @@ class PrefixStore:
         seen = cache.get_seq_length()
         ids = as_ids(tokens)[:seen]
         _check_text(ids, cache, row)
+        if cache.quantisation != self.quantisation:
+            raise InputError(
+                f"this cache is {cache.quantisation}, and the store keeps {self.quantisation} ones: "
+                "store.bind(model, kv_dtype=..., quantize=...) says which"
+            )
         with self._lock:
             self._served()
             if not seen or self._touched(ids):
@@ -188,7 +201,7 @@ class PrefixStore:
 
     def _add(self, ids: Ids, cache: DynamicSlidingWindowCache, row: int, checkpoint: Checkpoint) -> bool:
         node, agreed = self._tree.match(ids)
-        per_token = sum(storage[:1, :, :1].nbytes for layer in full_layers(cache) for storage in layer.buffer.storages)
+        per_token = block_nbytes(take_block(cache, row, 0, 1))
         if per_token * len(ids) + checkpoint.nbytes > self.max_bytes:
             self._stats = replace(self._stats, refused=self._stats.refused + 1)
             return False
@@ -213,7 +226,7 @@ class PrefixStore:
         for point in self._disk.points(ids):
             if min(point.end, len(ids) - 1) <= (held[1] if held else 0):
                 return
-            if (read := read_point(self._disk, point, model.config)) is None:
+            if (read := read_point(self._disk, point, model.config, self.quantisation)) is None:
                 continue
             text, cache = read
             if self._add(text, cache, 0, take_checkpoint(cache, 0)):
@@ -296,6 +309,8 @@ class PrefixStore:
         version = weights_version(model)
         if version != self._version:
             self._version, self._fingerprint = version, fingerprint(model)
+            if self.quantisation.kv_dtype is not None:
+                self._fingerprint += f":{self.quantisation.kv_dtype}:{self.quantisation.quantize}"
             if self.directory is not None:
                 scope = sha256(f"{cache_file.FORMAT}:{self._fingerprint}:{self.namespace}".encode()).hexdigest()[:32]
                 self._disk = DiskTier(self.directory, scope, self.max_disk_bytes)
