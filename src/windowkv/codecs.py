@@ -126,4 +126,5 @@ CODECS: Mapping[str, Codec] = {
 
 def _grouped(states: Tensor, layout: Format) -> Tensor:
     """A view `[B, H, T, groups, group]`."""
-    return states.view(*states.shape[:-1], -1, layout.group_of(states.shape[-1]))
+    group = layout.group_of(states.shape[-1])
+    return states.view(*states.shape[:-1], states.shape[-1] // group, group)

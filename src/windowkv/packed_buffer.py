@@ -176,10 +176,11 @@ class PackedBuffer:
                 pieces.append(self._parts_of(self.recent.states(at, min(stop, seen))))
             if stop > seen:
                 pieces.append(self._parts_of([state[:, :, max(at - seen, 0) : stop - seen] for state in new]))
-        add = packed.prepare(*_joined(pieces))
+        add = packed.prepare(*_joined(pieces)) if pieces else None
 
         def commit() -> None:
-            add()
+            if add is not None:
+                add()
             self.packed = packed
 
         return commit
