@@ -18,8 +18,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def round_trip(name: str, states: Tensor) -> Tensor:
-    out = torch.empty_like(states)
-    CODECS[name].unpack(CODECS[name].pack(states), out)
+    out, codec = torch.empty_like(states), CODECS[name][0]
+    codec.unpack(codec.pack(states), out)
     return out
 
 
@@ -28,7 +28,7 @@ def round_trip(name: str, states: Tensor) -> Tensor:
 @pytest.mark.parametrize("head_dim", [2, 16, 64, 80, 128, 256])
 def test_no_number_is_further_off_than_half_a_step(name: str, head_dim: int, dtype: torch.dtype) -> None:
     states = random(2, 3, 50, head_dim, dtype=dtype)
-    groups = states.float().unflatten(-1, (-1, FORMATS[name].group_of(head_dim)))
+    groups = states.float().unflatten(-1, (-1, FORMATS[name][0].group_of(head_dim)))
     off = (round_trip(name, states).float() - states.float()).abs().unflatten(-1, groups.shape[3:])
     greatest = groups.abs().amax(-1, keepdim=True)
     span = {"int8": greatest, "int4": groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)}
@@ -40,19 +40,20 @@ def test_no_number_is_further_off_than_half_a_step(name: str, head_dim: int, dty
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
 def test_parts_have_the_shapes_and_bytes_that_are_planned(name: str, head_dim: int) -> None:
-    parts = CODECS[name].pack(random(2, 3, 50, head_dim))
-    assert [(part.shape[-1], part.dtype) for part in parts] == list(CODECS[name].shapes(head_dim))
-    assert all(part.shape[:3] == (2, 3, 50) for part in parts)
-    assert sum(part[0, 0, 0].nbytes for part in parts) == FORMATS[name].nbytes(head_dim)
+    for codec, layout in zip(CODECS[name], FORMATS[name], strict=True):
+        parts = codec.pack(random(2, 3, 50, head_dim))
+        assert [(part.shape[-1], part.dtype) for part in parts] == list(codec.shapes(head_dim))
+        assert all(part.shape[:3] == (2, 3, 50) for part in parts)
+        assert sum(part[0, 0, 0].nbytes for part in parts) == layout.nbytes(head_dim)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CODECS)
 def test_a_token_is_packed_alike_whatever_stands_beside_it(name: str, dtype: torch.dtype) -> None:
     states = random(2, 3, 37, 80, dtype=dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    whole = CODECS[name].pack(states)
+    whole = CODECS[name][0].pack(states)
     for i, token in enumerate(states.split(1, dim=2)):
-        for part, alone in zip(whole, CODECS[name].pack(token), strict=True):
+        for part, alone in zip(whole, CODECS[name][0].pack(token), strict=True):
             assert torch.equal(part[:, :, i : i + 1].view(torch.uint8), alone.contiguous().view(torch.uint8))
 
 
@@ -80,7 +81,7 @@ def test_every_float8_is_read_as_torch_reads_it() -> None:
     scale = torch.full((1, 1, 4, 1), 0.5, dtype=torch.bfloat16)
     for dtype in DTYPES:
         out = torch.empty(1, 1, 4, 64, dtype=dtype)
-        CODECS["fp8"].unpack((codes, scale), out)
+        CODECS["fp8"][0].unpack((codes, scale), out)
         expected = codes.float() * 0.5
         numbers = ~expected.isnan()
         assert torch.equal(out[numbers].float(), expected[numbers])

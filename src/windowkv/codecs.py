@@ -117,10 +117,9 @@ class _Int4:
         return (head_dim // 2, torch.uint8), (groups, _NUMBER), (groups, _NUMBER)
 
 
-CODECS: Mapping[str, Codec] = {
-    "int8": _Int8(FORMATS["int8"]),
-    "int4": _Int4(FORMATS["int4"]),
-    "fp8": _Fp8(FORMATS["fp8"]),
+_CLASSES: Mapping[str, type[_Int8] | type[_Int4]] = {"int8": _Int8, "int4": _Int4, "fp8": _Fp8}
+CODECS: Mapping[str, tuple[Codec, Codec]] = {  # of keys and of values
+    name: (codec(FORMATS[name][0]), codec(FORMATS[name][1])) for name, codec in _CLASSES.items()
 }
 
 

@@ -109,8 +109,7 @@ def _plan_layer(
         capacity = retention.capacity(tokens)
         return LayerPlan(spec.kind, spec.window, capacity, capacity * rows * itemsize * _width(spec))
     recent, packed = retention.recent.capacity(tokens), retention.packed.capacity(retention.packed_until(tokens))
-    token = spec.kv_heads * sum(map(quantisation.format.nbytes, (spec.head_dim, spec.value_head_dim)))
-    nbytes = rows * (recent * itemsize * _width(spec) + packed * token)
+    nbytes = rows * (recent * itemsize * _width(spec) + packed * quantisation.nbytes(spec))
     return LayerPlan(spec.kind, spec.window, recent + packed, nbytes)
 
 

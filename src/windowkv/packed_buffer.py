@@ -39,15 +39,15 @@ class PackedBuffer:
     packed form. After going back further than to what is left as computed, fewer tokens than usual are, for a while.
     """
 
-    def __init__(self, parts: PackedRetention, codec: Codec) -> None:
+    def __init__(self, parts: PackedRetention, codecs: tuple[Codec, Codec]) -> None:
         """Hold nothing yet: batch, heads, dtype and device are those of the first append."""
-        self.parts, self.codec = parts, codec
+        self.parts, self.codecs = parts, codecs
         self.recent, self.packed = Buffer(parts.recent), Buffer(parts.packed)
 
     @classmethod
-    def over(cls, parts: PackedRetention, codec: Codec, held: Held) -> "PackedBuffer":
+    def over(cls, parts: PackedRetention, codecs: tuple[Codec, Codec], held: Held) -> "PackedBuffer":
         """A buffer of tokens that exist already, whose tensors are never written to in place."""
-        buffer = cls(parts, codec)
+        buffer = cls(parts, codecs)
         buffer.packed = Buffer.over(parts.packed, held.packed, held.parts)
         buffer.recent = Buffer.over(parts.recent, held.recent, held.states)
         return buffer
@@ -199,7 +199,7 @@ class PackedBuffer:
         return commit
 
     def _parts_of(self, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(part for state in states for part in self.codec.pack(state))
+        return tuple(part for codec, state in zip(self.codecs, states, strict=True) for part in codec.pack(state))
 
     def _visible(self, *new: Tensor) -> tuple[Tensor, ...]:
         """What new tokens `[B, H, Q, D]` attend to."""
@@ -209,13 +209,13 @@ class PackedBuffer:
             return new
         parts = self.packed.states(first, until) if first < until else ()
         recent = self.recent.states(max(first, until), end)
-        each = len(self.codec.names)
         visible = []
-        for i, (past, state) in enumerate(zip(recent, new, strict=True)):
+        for codec, past, state in zip(self.codecs, recent, new, strict=True):
             out = state.new_empty((*state.shape[:TOKENS], end - first + state.shape[TOKENS], state.shape[-1]))
             packed = max(0, until - first)
-            if parts:
-                self.codec.unpack(parts[i * each : (i + 1) * each], out[:, :, :packed])
+            if packed:
+                codec.unpack(parts[: len(codec.names)], out[:, :, :packed])
+                parts = parts[len(codec.names) :]
             out[:, :, packed : end - first] = past
             out[:, :, end - first :] = state
             visible.append(out)
@@ -224,7 +224,8 @@ class PackedBuffer:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Of the parts, the keys' first."""
-        return tuple(f"{states}.{part}" for states in ("keys", "values") for part in self.codec.names)
+        keys, values = self.codecs
+        return tuple(f"keys.{part}" for part in keys.names) + tuple(f"values.{part}" for part in values.names)
 
 
 def _joined(pieces: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

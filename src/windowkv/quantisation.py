@@ -25,7 +25,7 @@ class Format:
     def group_of(self, head_dim: int) -> int:
         """Numbers in a group: all of a head that the usual group does not divide.
 
-        >>> [FORMATS["int8"].group_of(head_dim) for head_dim in (16, 80, 128)]
+        >>> [Format(8, group=64, numbers=1).group_of(head_dim) for head_dim in (16, 80, 128)]
         [16, 80, 64]
         """
         return head_dim if head_dim % self.group else self.group
@@ -33,16 +33,18 @@ class Format:
     def nbytes(self, head_dim: int) -> int:
         """Bytes of one token's key or value of one head.
 
-        >>> [FORMATS[name].nbytes(256) for name in ("int8", "fp8", "int4")], 2 * 256
-        ([264, 264, 144], 512)
+        >>> [each.nbytes(256) for each in FORMATS["int8"] + FORMATS["int4"]], 2 * 256
+        ([264, 264, 160, 144], 512)
         """
         return head_dim * self.bits // 8 + 2 * self.numbers * (head_dim // self.group_of(head_dim))
 
 
-FORMATS: Mapping[str, Format] = {
-    "int8": Format(8, group=64, numbers=1),
-    "int4": Format(4, group=64, numbers=2),
-    "fp8": Format(8, group=64, numbers=1),
+# Of keys and of values. Some numbers of every key are far greater than the others, so that in 4 bits small groups are
+# worth their scales; values are not like that.
+FORMATS: Mapping[str, tuple[Format, Format]] = {
+    "int8": (Format(8, group=64, numbers=1),) * 2,
+    "int4": (Format(4, group=32, numbers=2), Format(4, group=64, numbers=2)),
+    "fp8": (Format(8, group=64, numbers=1),) * 2,
 }
 
 
@@ -109,11 +111,10 @@ class Quantisation:
         """As a sentence names it."""
         return "unquantised" if self.kv_dtype is None else f"{self.kv_dtype} in {self.quantize} layers"
 
-    @property
-    def format(self) -> Format:
-        """What tokens are packed into."""
-        assert self.kv_dtype is not None
-        return FORMATS[self.kv_dtype]
+    def nbytes(self, spec: LayerSpec) -> int:
+        """Bytes of one packed token of one row."""
+        keys, values = FORMATS[str(self.kv_dtype)]
+        return spec.kv_heads * (keys.nbytes(spec.head_dim) + values.nbytes(spec.value_head_dim))
 
     def packs(self, spec: LayerSpec) -> bool:
         """Whether a layer is quantised. One whose window is little more than what stays as computed is not."""
@@ -131,7 +132,7 @@ class Quantisation:
         """Raise OptionError when some layer cannot be quantised so."""
         for spec in filter(self.packs, layout.layers):
             for head_dim in (spec.head_dim, spec.value_head_dim):
-                if head_dim * self.format.bits % 8:
+                if head_dim * FORMATS[str(self.kv_dtype)][0].bits % 8:
                     raise OptionError(
                         f"kv_dtype={self.kv_dtype!r}: head_dim={head_dim} is odd, and two codes share a byte"
                     )

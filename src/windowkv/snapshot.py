@@ -121,7 +121,7 @@ def _restore_buffered(
             raise ValueError(f"a tensor {list(state.shape)} for positions {recent.start} to {recent.end}")
     if isinstance(layer.buffer, PackedBuffer):
         parts = _checked_parts(layer.buffer, spec, packed, tensors, rows=states[0].shape[0])
-        layer.buffer = PackedBuffer.over(layer.buffer.parts, layer.buffer.codec, Held(packed, parts, recent, states))
+        layer.buffer = PackedBuffer.over(layer.buffer.parts, layer.buffer.codecs, Held(packed, parts, recent, states))
     else:
         layer.buffer = Buffer.over(retention, span, states)
         layer.buffer = Buffer.over(retention, *layer.buffer.kept())  # less, where the rollback is less than it was
@@ -134,7 +134,8 @@ def _checked_parts(
     if not span.held:
         return ()
     parts = tuple(tensors[PACKED + name] for name in buffer.names)
-    shapes = (*buffer.codec.shapes(spec.head_dim), *buffer.codec.shapes(spec.value_head_dim))
+    keys, values = buffer.codecs
+    shapes = (*keys.shapes(spec.head_dim), *values.shapes(spec.value_head_dim))
     for part, (dim, dtype) in zip(parts, shapes, strict=True):
         if part.shape != (rows, spec.kv_heads, span.held, dim) or part.dtype != dtype:
             raise ValueError(f"{part.dtype} {list(part.shape)} for packed positions {span.start} to {span.end}")

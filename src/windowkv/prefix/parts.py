@@ -198,7 +198,7 @@ def _stacked_layer(buffers: list[Any]) -> Any:
         held[0].recent,
         tuple(map(torch.cat, zip(*(each.states for each in held), strict=True))),
     )
-    return PackedBuffer.over(first.parts, first.codec, stacked)
+    return PackedBuffer.over(first.parts, first.codecs, stacked)
 
 
 def _stacked(buffers: list[Buffer]) -> Buffer:
@@ -223,7 +223,7 @@ def _stack_states(layer: Any, others: list[Any]) -> None:
 def _taken(layer: BufferedLayer, row: int) -> tuple[BufferedLayer, int]:
     buffer, twin = layer.buffer, copy.copy(layer)
     if isinstance(buffer, PackedBuffer):
-        twin.buffer = PackedBuffer.over(buffer.parts, buffer.codec, _row_of(buffer.held(), row))
+        twin.buffer = PackedBuffer.over(buffer.parts, buffer.codecs, _row_of(buffer.held(), row))
     else:
         span, states = buffer.kept()
         twin.buffer = Buffer.over(buffer.retention, span, tuple(state[row : row + 1].clone() for state in states))
