@@ -257,7 +257,7 @@ class PrefixStore:
         """The checkpoint from which most of a text can be resumed, and how much that is; `most` at most."""
         node, agreed = self._tree.match(ids)
         limit = min(agreed, most)
-        best: tuple[int, int, _Node] | None = None
+        best: tuple[int, int, int, _Node] | None = None
         reach = limit + max((other.checkpoint.room for other in self._tree.nodes() if other.checkpoint), default=0)
         while node.parent is not None and node.start >= limit:
             node = node.parent
@@ -266,9 +266,10 @@ class PrefixStore:
                 continue
             point = min(candidate.end, limit)
             if point > 0 and candidate.end - point <= candidate.checkpoint.room:
-                key = (point, candidate.checkpoint.used, candidate)
-                best = key if best is None or key[:2] > best[:2] else best
-        return (best[2], best[0]) if best else None
+                # The nearest: what is quantised has more unpacked there, as it had when the text was computed.
+                key = (point, -candidate.end, candidate.checkpoint.used, candidate)
+                best = key if best is None or key[:3] > best[:3] else best
+        return (best[3], best[0]) if best else None
 
     def _handed_out(self, model: Any, ids: Ids, node: _Node, point: int) -> DynamicSlidingWindowCache:
         checkpoint = node.checkpoint
