@@ -224,7 +224,10 @@ class PrefixStore:
             return
         held = self._best(ids, len(ids) - 1)
         for point in self._disk.points(ids):
-            if min(point.end, len(ids) - 1) <= (held[1] if held else 0):
+            reach, most = min(point.end, len(ids) - 1), held[1] if held else 0
+            # What is quantised is as it was when the text was computed only where it need not go back.
+            nearer = self.quantisation.kv_dtype is not None and held is not None and point.end < held[0].end
+            if reach < most or (reach == most and not nearer):
                 return
             if (read := read_point(self._disk, point, model.config, self.quantisation)) is None:
                 continue
