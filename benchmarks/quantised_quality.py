@@ -104,7 +104,8 @@ def draw(path: Path, rows: list[Row]) -> None:
     )
     for which, (panel, (title, values, form)) in enumerate(zip(panels, columns, strict=True)):
         panel.barh(names, values, color=[COLORS[row.kv_dtype] for row in rows], height=0.65)
-        panel.bar_label(panel.containers[0], fmt=form, padding=3, fontsize=8)
+        around = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+        panel.bar_label(panel.containers[0], fmt=form, padding=4, fontsize=8, bbox=around, zorder=3)
         for place, row in enumerate(rows):  # what it may be at most
             limit = {0: LIMITS[row.kv_dtype][1], 1: LIMITS[row.kv_dtype][0]}.get(which)
             if limit is not None and (which or row.quantize == "full"):
@@ -115,7 +116,7 @@ def draw(path: Path, rows: list[Row]) -> None:
         panel.set_xlim(min(0.0, *values) * 1.4, 1.3 * max(0.3, *values))
     panels[0].invert_yaxis()
     figure.suptitle(
-        "Quantised caches on Gemma 3 270M (ticks: the limits that are kept)", x=0.02, ha="left", fontsize=11
+        "Quantised caches on Gemma 3 270M (black lines: what is the most allowed)", x=0.02, ha="left", fontsize=11
     )
     figure.tight_layout()
     figure.savefig(path)

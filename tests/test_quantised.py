@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import transformers as hf
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import CacheLayerMixin
 
 import windowkv
@@ -195,6 +197,37 @@ def test_a_long_text_takes_the_bytes_that_are_promised(kv_dtype: str, most: floa
     plans = [windowkv.plan(config, tokens=8192, dtype=torch.bfloat16, kv_dtype=name) for name in (kv_dtype, None)]
     assert plans[0].total_bytes / plans[1].total_bytes <= most
     assert plans[0].total_bytes / (8192 * 2 * 2 * head_dim) <= most
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the storages that operations returned and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        storage = out.untyped_storage() if isinstance(out, Tensor) else None
+        if storage is not None and storage.data_ptr() not in self.held:
+            address = storage.data_ptr()
+            self.held[address] = storage.nbytes()
+            weakref.finalize(storage, self.held.pop, address, None)
+        self.peak = max(self.peak, sum(self.held.values()))
+        return out
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("tokens_read", [500, 5000])
+def test_no_more_is_alive_while_a_prompt_is_packed_than_is_planned(kv_dtype: str, tokens_read: int) -> None:
+    config = MODEL_OF["mistral-full"].config
+    cache = DynamicSlidingWindowCache(config, kv_dtype=kv_dtype)
+    with Alive() as alive, torch.no_grad():
+        for i in range(len(cache.layers)):
+            cache.update(*(torch.zeros(1, 2, tokens_read, 16) for _ in range(2)), i)
+    planned = windowkv.plan(config, tokens=tokens_read, dtype=torch.float32, kv_dtype=kv_dtype)
+    assert planned.total_bytes < alive.peak <= planned.peak_prefill_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

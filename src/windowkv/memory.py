@@ -67,13 +67,18 @@ def plan_layout(
     rows = batch_size * itemsize
     layers = tuple(_plan_layer(spec, tokens, batch_size, itemsize, rollback, quantisation) for spec in layout.layers)
     whole = [tokens * rows * _width(spec) for spec in layout.layers]
+    # A layer's prompt, and what is packed of it while it lies beside what it is kept in.
+    one = [
+        prompt + quantisation.packing_nbytes(spec, batch_size, tokens)
+        for prompt, spec in zip(whole, layout.layers, strict=True)
+    ]
     return Plan(
         tokens=tokens,
         batch_size=batch_size,
         itemsize=itemsize,
         layers=layers,
         baseline_bytes=sum(whole),
-        peak_prefill_bytes=sum(layer.nbytes for layer in layers) + max(whole, default=0) + _lent(layout, whole),
+        peak_prefill_bytes=sum(layer.nbytes for layer in layers) + max(one, default=0) + _lent(layout, whole),
         uncounted=layout.foreign,
     )
 

@@ -15,10 +15,8 @@ from torch import Tensor
 from windowkv.buffers import TOKENS, Buffer, Recording, check_take_back
 from windowkv.codecs import Codec
 from windowkv.errors import InputError
-from windowkv.quantisation import PackedRetention
+from windowkv.quantisation import SLICE, PackedRetention
 from windowkv.window import Retention, Span, tail_length
-
-_SLICE = 1024  # tokens that are packed at a time, so that a long prompt takes no copy of itself in float32
 
 
 @dataclass(frozen=True)
@@ -170,13 +168,15 @@ class PackedBuffer:
             packed = copy.copy(packed)
             packed.span = Span(first, first)
         pieces = []
-        for at in range(first, end, _SLICE):
-            stop = min(at + _SLICE, end)
+        for at in range(first, end, SLICE):
+            stop = min(at + SLICE, end)
             if at < seen:
                 pieces.append(self._parts_of(self.recent.states(at, min(stop, seen))))
             if stop > seen:
                 pieces.append(self._parts_of([state[:, :, max(at - seen, 0) : stop - seen] for state in new]))
-        add = packed.prepare(*_joined(pieces)) if pieces else None
+        joined = _joined(pieces) if pieces else ()
+        pieces.clear()  # they are a copy of what is joined
+        add = packed.prepare(*joined) if joined else None
 
         def commit() -> None:
             if add is not None:

@@ -78,7 +78,7 @@ def load(
         if kv_dtype not in ("saved", info.kv_dtype):
             raise CacheFileError(
                 f"it holds a cache with kv_dtype={info.kv_dtype!r}, which loads into no cache with {kv_dtype!r}: "
-                "compute that anew"
+                f"ask for kv_dtype={info.kv_dtype!r}, or compute it anew"
             )
         cache = DynamicSlidingWindowCache(config, room, kv_dtype=info.kv_dtype, quantize=info.quantize)
         if unlike := difference(_layout(manifest), cache.layout):

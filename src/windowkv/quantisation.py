@@ -11,6 +11,7 @@ from windowkv.layout import CacheLayout, LayerSpec
 from windowkv.window import Retention
 
 RESIDUAL = 64  # newest tokens that stay as computed, or `rollback` of them where that is more
+SLICE = 1024  # tokens of a prompt that are packed at once, so that no copy of it all is made in float32
 STEP = 32  # tokens are packed so many at a time: a handful of small operations per token would cost more than attention
 
 
@@ -122,6 +123,11 @@ class Quantisation:
             return False
         wide = spec.window is not None and spec.window > 2 * RESIDUAL
         return spec.kind == "full" or (self.quantize == "all" and spec.bounded and wide)
+
+    def packing_nbytes(self, spec: LayerSpec, rows: int, tokens: int) -> int:
+        """Bytes at most, besides what is kept, while that many tokens of a layer are packed at once."""
+        copies = 4 * 4 * min(tokens, SLICE) * spec.kv_heads * max(spec.head_dim, spec.value_head_dim)  # in float32
+        return rows * (tokens * self.nbytes(spec) + copies) if self.packs(spec) else 0
 
     def retention(self, spec: LayerSpec, rollback: int) -> Retention | PackedRetention:
         """How much of the past a layer keeps, and how."""
