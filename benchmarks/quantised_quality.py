@@ -108,7 +108,7 @@ def draw(path: Path, rows: list[Row]) -> None:
         panel.bar_label(panel.containers[0], fmt=form, padding=4, fontsize=8, bbox=around, zorder=3)
         for place, row in enumerate(rows):  # what it may be at most
             limit = {0: LIMITS[row.kv_dtype][1], 1: LIMITS[row.kv_dtype][0]}.get(which)
-            if limit is not None and (which or row.quantize == "full"):
+            if limit is not None:
                 panel.plot([limit, limit], [place - 0.4, place + 0.4], color="#222222", linewidth=1.5)
         panel.set_title(title, fontsize=9, loc="left")
         panel.spines[["top", "right"]].set_visible(False)
