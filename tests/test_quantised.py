@@ -164,8 +164,8 @@ def test_any_schedule_agrees_with_tokens_packed_one_by_one(name: str) -> None:
 def test_generate_continues_as_the_definition_does(name: str, kv_dtype: str) -> None:
     model, prompt = MODEL_OF[name], tokens(2, 260)
     ours = DynamicSlidingWindowCache(model.config, kv_dtype=kv_dtype, quantize="all")
-    expected = generated(model, prompt, 60, **cache_argument(model, by_definition(ours)))
-    assert torch.equal(generated(model, prompt, 60, **cache_argument(model, ours)), expected)
+    expected = generated(model, prompt, 40, **cache_argument(model, by_definition(ours)))
+    assert torch.equal(generated(model, prompt, 40, **cache_argument(model, ours)), expected)
 
 
 @pytest.mark.parametrize("quantize", ["full", "all"])
@@ -266,17 +266,14 @@ def test_all_ways_of_generate_leave_the_bytes_that_are_planned(name: str, option
         **{"do_sample": False} | options,
     )
     cache = next(value for value in output.values() if isinstance(value, DynamicSlidingWindowCache))
-    if "prompt_lookup_num_tokens" in options:  # the newest tokens may lie beyond the bound until they are accepted
-        cache.layers[0].update(*(torch.zeros(1, 2, 1, 16) for _ in range(2)))
-        cache = DynamicSlidingWindowCache(model.config, kv_dtype="int4", quantize="all")
-        cache.activate_past_recording()
-        fed(model, cache, prompt, 200, 20)
-        cache.crop(-3)
-    planned = windowkv.plan(
-        model.config, tokens=cache.get_seq_length(), batch_size=cache.rows, kv_dtype="int4", quantize="all"
+    drafted = options.get("prompt_lookup_num_tokens", 0)
+    if drafted:  # what was accepted last may lie beyond the bound until something is taken back, or comes
+        cache.crop(-1)
+    least, most = (
+        windowkv.plan(model.config, tokens=seen, batch_size=cache.rows, kv_dtype="int4", quantize="all").total_bytes
+        for seen in (cache.get_seq_length(), cache.get_seq_length() + drafted)
     )
-    assert cache.nbytes <= planned.total_bytes * 1.1
-    assert cache.nbytes >= planned.total_bytes * 0.9
+    assert least <= cache.nbytes <= most
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -316,7 +313,7 @@ def test_a_hit_in_a_store_is_what_a_cache_was_that_had_been_fed_so_far(
         store = new_store()
     for turns in (1, 2, 3):
         end = pieces[turns - 1][1]
-        other = (text[:, end:] + 1) % 120  # leaves the stored text there
+        other = (text[:, end : end + 40] + 1) % 120  # leaves the stored text there
         warm, cold = (
             store.lookup(torch.cat((text[:, :end], other), dim=1)),
             DynamicSlidingWindowCache(model.config, **options),
