@@ -26,7 +26,9 @@ ROWS = [
         "prefix/fingerprint",
         "prefix/writer",
     },
-    {"memory", "buffers", "prefix/texts", "tiny_model", "operations"},
+    {"quantisation"},
+    {"memory", "buffers", "codecs", "prefix/texts", "tiny_model", "operations"},
+    {"packed_buffer"},
     {"layers", "architectures"},
     {"snapshot"},
     {"cache", "attention_interface"},
@@ -46,8 +48,16 @@ ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 MODULES = sorted(
     path.relative_to(SOURCE).with_suffix("").as_posix() for path in SOURCE.rglob("*.py") if path.stem != "__init__"
 )
-WITHOUT_TORCH = {"errors", "window", "layout", "memory"}
-WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {"buffers", "attention", "history", "changes", "cache_file"}
+WITHOUT_TORCH = {"errors", "window", "layout", "memory", "quantisation"}
+WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {
+    "buffers",
+    "codecs",
+    "packed_buffer",
+    "attention",
+    "history",
+    "changes",
+    "cache_file",
+}
 
 
 def imports(module: str) -> set[str]:

@@ -297,6 +297,19 @@ def test_a_saved_cache_is_continued_shown_and_refused(command: Command, model: s
     assert command(*options, "--prompt", PROMPT, "--save-cache", tmp_path / "no" / "file").code == 2
 
 
+def test_a_quantised_cache_is_saved_shown_and_continued_as_such(command: Command, model: str, tmp_path: Path) -> None:
+    file, prompt = tmp_path / "book.cache", PROMPT * 20
+    options = ["generate", "--model", model, "--max-new-tokens", "5", "--prompt", prompt]
+    assert command(*options, "--save-cache", file, "--kv-dtype", "int8", "--quantize", "all").code == 0
+    info = json.loads(command("cache", "show", file, "--json").out)
+    assert (info["kv_dtype"], info["quantize"]) == ("int8", "all")
+    assert "int8, all layers" in command("cache", "show", file).out
+    assert command(*options, "--load-cache", file, "--kv-dtype", "int8").code == 0
+    refused = command(*options, "--load-cache", file)
+    assert (refused.code, "kv_dtype='int8'" in refused.err) == (1, True)
+    assert command(*options, "--kv-dtype", "int2").code == 2
+
+
 def test_a_store_serves_the_next_run_and_is_kept_in_order(command: Command, model: str, tmp_path: Path) -> None:
     folder = tmp_path / "store"
     options = ["generate", "--model", model, "--max-new-tokens", "20", "--prompt", PROMPT]
@@ -361,9 +374,10 @@ def test_plan_prints_equal_layers_together_and_the_totals(command: Command, mode
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_plan_as_json_is_the_plan(command: Command, model: str, dtype: str) -> None:
-    options = ("--batch-size", 3, "--rollback", 5, "--dtype", dtype)
+    options = ("--batch-size", 3, "--rollback", 5, "--dtype", dtype, "--kv-dtype", "int4", "--quantize", "all")
     report = json.loads(command("plan", model, "--tokens", 1000, "--json", *options).out)
-    planned = windowkv.plan(model, tokens=1000, batch_size=3, rollback=5, dtype=getattr(torch, dtype))
+    quantised = {"kv_dtype": "int4", "quantize": "all"}
+    planned = windowkv.plan(model, tokens=1000, batch_size=3, rollback=5, dtype=getattr(torch, dtype), **quantised)
     assert report["total_bytes"] == planned.total_bytes
     assert report["baseline_bytes"] == planned.baseline_bytes
     assert report["peak_prefill_bytes"] == planned.peak_prefill_bytes

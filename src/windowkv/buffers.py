@@ -4,6 +4,7 @@ Knows tensors and positions. Knows nothing of models, configs, masks or transfor
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +42,16 @@ class Recording:
     def forgotten(self) -> "Recording":
         """The recording after some tokens, or none, were taken back: what is left is accepted."""
         return replace(self, reach=0)
+
+
+def check_take_back(retention: Retention, span: Span, count: int) -> None:
+    """Raise RollbackError when the newest `count` tokens of what is held cannot be taken back."""
+    room = retention.rollback_room(span)
+    if not 0 <= count <= room:
+        raise RollbackError(
+            f"cannot take back {count} tokens: 0 to {room} of the {span.seen} seen can be; "
+            f"a cache made with a larger rollback than {retention.rollback} keeps more"
+        )
 
 
 class Buffer:
@@ -102,10 +113,14 @@ class Buffer:
         return tuple(piece for pieces in self._pieces for piece in pieces) or self._storages
 
     @property
+    def rows(self) -> int | None:
+        """How many rows it holds; None before the first append."""
+        return self.held_tensors[0].shape[0] if self.held_tensors else None
+
+    @property
     def tail(self) -> tuple[Tensor, ...]:
         """Views of the keys and values that the next query will see, `[B, H, min(seen, window - 1), D]`."""
-        first = self.span.end - tail_length(self.span.end, self.retention.window)
-        return tuple(storage[:, :, self.span.slots(first, self.span.end)] for storage in self.storages)
+        return self.states(self.span.end - tail_length(self.span.end, self.retention.window), self.span.end)
 
     def between(self, row: int, start: int, end: int) -> tuple[Tensor, ...]:
         """Copies of one row's keys and values at positions [start, end), which are held: `[1, H, end - start, D]`."""
@@ -121,31 +136,35 @@ class Buffer:
 
         Raises InputError when the tensors do not fit each other or what is held; nothing changes then.
         """
-        self._check(keys, values)
-        storages = self.storages or (_no_tokens(keys), _no_tokens(values))
-        if storages[0].shape[0] != keys.shape[0]:
-            storages = tuple(storage.expand(keys.shape[0], -1, -1, -1) for storage in storages)
-        recording = self.recording.after(self.span.seen, keys.shape[TOKENS])
-        step = self.retention.append(self.span, keys.shape[TOKENS], recording.reach)
-        capacity = self._capacity(storages[0].shape[TOKENS], step.span)
-        # All that allocates comes first: when memory runs out, the buffer is as it was.
-        writes = [
-            _prepare(old, new, self.span, step, capacity, in_place=not self._lent and _writable(old))
-            for old, new in zip(storages, (keys, values), strict=True)
-        ]
-        visible_keys, visible_values = (write.run(step) for write in writes)
-        self.storages, self.span = tuple(write.target for write in writes), step.span
-        self.recording, self._lent = recording, torch.is_grad_enabled()
+        visible_keys, visible_values = self.prepare(keys, values)()
         return visible_keys, visible_values
+
+    def prepare(self, *states: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """All of an append that can fail, and what does the rest: when memory runs out, the buffer is as it was."""
+        self._check(*states)
+        storages = self.storages or tuple(map(_no_tokens, states))
+        batch, new = states[0].shape[0], states[0].shape[TOKENS]
+        if storages[0].shape[0] != batch:
+            storages = tuple(storage.expand(batch, -1, -1, -1) for storage in storages)
+        recording = self.recording.after(self.span.seen, new)
+        step = self.retention.append(self.span, new, recording.reach)
+        capacity = self._capacity(storages[0].shape[TOKENS], step.span)
+        writes = [
+            _prepare(old, fresh, self.span, step, capacity, in_place=not self._lent and _writable(old))
+            for old, fresh in zip(storages, states, strict=True)
+        ]
+
+        def commit() -> tuple[Tensor, ...]:
+            visible = tuple(write.run(step) for write in writes)
+            self.storages, self.span = tuple(write.target for write in writes), step.span
+            self.recording, self._lent = recording, torch.is_grad_enabled()
+            return visible
+
+        return commit
 
     def check_take_back(self, count: int) -> None:
         """Raise RollbackError when the newest `count` tokens cannot be taken back."""
-        room = self.retention.rollback_room(self.span)
-        if not 0 <= count <= room:
-            raise RollbackError(
-                f"cannot take back {count} tokens: 0 to {room} of the {self.span.seen} seen can be; "
-                f"a cache made with a larger rollback than {self.retention.rollback} keeps more"
-            )
+        check_take_back(self.retention, self.span, count)
 
     def take_back(self, count: int) -> None:
         """Forget the newest `count` tokens, at no copy. Raises RollbackError, and changes nothing, beyond the room.
@@ -153,7 +172,11 @@ class Buffer:
         What a recording held beyond the bound is dropped.
         """
         self.check_take_back(count)
-        span = Span(self.span.start, self.span.end - count)
+        self.cut(self.span.end - count)
+
+    def cut(self, end: int) -> None:
+        """Forget the tokens from position `end` on, whether or not the next query still finds all that it may see."""
+        span = Span(min(self.span.start, end), end)
         bound = self.retention.bound
         if bound is not None and any(storage.shape[TOKENS] > bound for storage in self.storages):
             kept = Span(max(span.start, span.end - bound), span.end)
@@ -172,11 +195,15 @@ class Buffer:
         self._lent = True
         return copy.copy(self)
 
+    def states(self, first: int, last: int) -> tuple[Tensor, ...]:
+        """Views of what it stores of positions [first, last), which it must hold."""
+        return tuple(storage[:, :, self.span.slots(first, last)] for storage in self.storages)
+
     def kept(self) -> tuple[Span, tuple[Tensor, ...]]:
         """The newest tokens, as many as must be kept, and views of their keys and values."""
         newest = self.span.held if self.retention.kept is None else min(self.span.held, self.retention.kept)
         span = Span(self.span.end - newest, self.span.end)
-        return span, tuple(storage[:, :, self.span.slots(span.start, span.end)] for storage in self.storages)
+        return span, self.states(span.start, span.end)
 
     def clear(self) -> None:
         """Forget every token, and drafts, and free the storage."""
@@ -191,13 +218,14 @@ class Buffer:
             return self.retention.capacity(span.end)
         return capacity
 
-    def _check(self, keys: Tensor, values: Tensor) -> None:
+    def _check(self, *states: Tensor) -> None:
+        keys, values = states[:2]
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[::2] != values.shape[::2]:
             raise InputError(
                 f"keys {list(keys.shape)} and values {list(values.shape)}: must be [batch, heads, tokens, head_dim], "
                 "with one batch and one number of tokens"
             )
-        for name, held, new in zip(("keys", "values"), self.storages, (keys, values), strict=False):
+        for name, held, new in zip(("keys", "values"), self.storages, states, strict=False):
             if (held.dtype, held.device) != (new.dtype, new.device):
                 raise InputError(
                     f"{name} in {new.dtype} on {new.device}, but this cache holds {held.dtype} on {held.device}; "

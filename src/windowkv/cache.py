@@ -18,13 +18,15 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 
 from windowkv import cache_file, snapshot
-from windowkv.buffers import Recording
+from windowkv.buffers import Buffer, Recording
 from windowkv.changes import Changes
+from windowkv.codecs import CODECS
 from windowkv.errors import ConfigError, InputError, OptionError, RollbackError
 from windowkv.history import TokenHistory
 from windowkv.layers import BufferedLayer, recurrent_states
-from windowkv.layout import CacheLayout, read_layout
-from windowkv.window import Retention
+from windowkv.layout import CacheLayout, LayerSpec, read_layout
+from windowkv.packed_buffer import PackedBuffer
+from windowkv.quantisation import PackedRetention, Quantisation
 
 ROLLBACK = 64  # tokens that can be taken back unless asked for otherwise; transformers drafts 20 at a time
 
@@ -38,22 +40,34 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
     Args:
         config: the model's config, or one that contains it as its text part.
         rollback: how far back from the furthest position reached `crop` can always go, in tokens.
+        kv_dtype: "int8", "int4" or "fp8" to keep all but the newest tokens in so many bits; None for as computed. Such
+            a cache carries no gradients.
+        quantize: which layers that is: "full" for those that keep every token, "all" for those with a window too.
 
     Raises:
         ConfigError: the config describes no causal decoder, or contradicts itself.
-        OptionError: rollback is no integer >= 0.
+        OptionError: rollback is no integer >= 0, there is no such kv_dtype or quantize, or it does not fit a head_dim.
     """
 
-    def __init__(self, config: PreTrainedConfig, rollback: int = ROLLBACK) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        rollback: int = ROLLBACK,
+        *,
+        kv_dtype: str | None = None,
+        quantize: str = "full",
+    ) -> None:
         """See the class."""
+        self.quantisation = Quantisation(kv_dtype, quantize)
         if not isinstance(rollback, int) or isinstance(rollback, bool) or rollback < 0:
             raise OptionError(f"rollback={rollback!r}: it is a number of tokens, an integer >= 0")
         self.layout = read_layout(config)
+        self.quantisation.check(self.layout)
         self.rollback = rollback
         self.history: TokenHistory | None = None  # the ids seen, once it was used in generate of an enabled model
         self.changes = Changes()
         # Not DynamicCache.__init__, which makes its own layers: that base is there for encoder-decoder caches to find.
-        Cache.__init__(self, layers=_new_layers(config, self.layout, rollback))
+        Cache.__init__(self, layers=_new_layers(config, self.layout, rollback, self.quantisation))
         self._unused = {i: fork_layer(layer) for i, layer in enumerate(self.layers) if i in self.layout.foreign}
 
     @property
@@ -73,10 +87,10 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
         A single row that is held serves a batch of any size, unless a layer is transformers' own: InputError then.
         """
-        held = getattr(self.layers[layer_idx], "keys", None) if self.layout.foreign else None
-        if held is not None and held.numel() and held.shape[0] != key_states.shape[0]:
+        rows = _rows(self.layers[layer_idx]) if self.layout.foreign else None
+        if rows is not None and rows != key_states.shape[0]:
             raise InputError(
-                f"a batch of {key_states.shape[0]}, but this cache holds {held.shape[0]} rows, and some of its layers "
+                f"a batch of {key_states.shape[0]}, but this cache holds {rows} rows, and some of its layers "
                 "cannot repeat them: use batch_repeat_interleave first, or a new cache"
             )
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -171,6 +185,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         manifest, tensors = snapshot.take(self.layers, self.layout, self.history)
         seen = None if all(self.is_linear) else self.get_seq_length()
         more = {"version": version("windowkv"), "rollback": self.rollback, "tokens": seen}
+        more |= {"kv_dtype": self.quantisation.kv_dtype, "quantize": self.quantisation.quantize}
         cache_file.write(path, tensors, more | manifest)
 
     def activate_past_recording(self, *, drafts: bool = False) -> None:
@@ -246,7 +261,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         return rows.where(rows >= 0, rows + held)
 
 
-def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int) -> list[Any]:
+def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int, quantisation: Quantisation) -> list[Any]:
     """A layer per spec: ours where windowkv stores it, else the one that transformers makes for it."""
     theirs: list[Any] = [None] * len(layout.layers)
     if not all(spec.buffered for spec in layout.layers):
@@ -260,9 +275,24 @@ def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int) ->
                 "a model that brings its own kind must be loaded first"
             ) from unknown
     return [
-        BufferedLayer(Retention(spec.window, rollback)) if spec.buffered else layer
+        BufferedLayer(_new_buffer(spec, rollback, quantisation)) if spec.buffered else layer
         for spec, layer in zip(layout.layers, theirs, strict=False)
     ]
+
+
+def _new_buffer(spec: LayerSpec, rollback: int, quantisation: Quantisation) -> Buffer | PackedBuffer:
+    retention = quantisation.retention(spec, rollback)
+    if isinstance(retention, PackedRetention):
+        return PackedBuffer(retention, CODECS[str(quantisation.kv_dtype)])
+    return Buffer(retention)
+
+
+def _rows(layer: Any) -> int | None:
+    """How many rows a layer holds, ours or not; None while it holds nothing."""
+    if isinstance(layer, BufferedLayer):
+        return layer.buffer.rows
+    held = getattr(layer, "keys", None)
+    return held.shape[0] if held is not None and held.numel() else None
 
 
 def fork_layer(layer: Any) -> Any:

@@ -7,7 +7,7 @@ class or a global.
 import copy
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -34,6 +34,7 @@ from windowkv.errors import InputError, OptionError, UnsupportedModelError
 from windowkv.layout import BIDIRECTIONAL_PROMPT, difference, read_layout
 from windowkv.prefix.prompt import Feed, feed_through, leaving_ends, stored_texts
 from windowkv.prefix.store import PrefixStore
+from windowkv.quantisation import Quantisation
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +57,11 @@ class GenerationOptions:
     rollback: int
     prefill_chunk: int | None
     prefix_store: PrefixStore | None
+    quantisation: Quantisation
 
     def new_cache(self, config: Any) -> DynamicSlidingWindowCache:
         """An empty cache for a model with this config."""
-        return DynamicSlidingWindowCache(config, rollback=self.rollback)
+        return DynamicSlidingWindowCache(config, self.rollback, **asdict(self.quantisation))
 
 
 def enable(
@@ -69,6 +71,8 @@ def enable(
     prefill_chunk: int | Literal["auto"] | None = "auto",
     attention: Literal["auto", "model"] = "auto",
     prefix_store: PrefixStore | None = None,
+    kv_dtype: str | None = None,
+    quantize: str = "full",
 ) -> ModelT:
     """Make `DynamicSlidingWindowCache` the cache that `model.generate` makes when it is given none.
 
@@ -91,6 +95,8 @@ def enable(
             model's own result, and otherwise does as "model", which leaves the model's attention as it is.
         prefix_store: where prompts of ids alone, without padding, find what others had computed of their beginning, and
             leave what they compute, single texts with their continuation.
+        kv_dtype: as DynamicSlidingWindowCache.
+        quantize: as DynamicSlidingWindowCache.
 
     Raises:
         UnsupportedModelError: the object has no `generate` of transformers.
@@ -101,11 +107,13 @@ def enable(
     chunk = _checked_chunk(prefill_chunk)
     if prefill_chunk == "auto" and not is_plain_decoder(target):
         chunk = None
-    options = GenerationOptions(rollback, chunk, prefix_store)
+    options = GenerationOptions(rollback, chunk, prefix_store, Quantisation(kv_dtype, quantize))
     if attention not in ("auto", "model"):
         raise OptionError(f'attention={attention!r}: "auto" or "model"')
     layout = options.new_cache(target.config).layout  # what cannot be served is said now, not while generating
     if prefix_store is not None:
+        if options.quantisation.kv_dtype is not None:
+            raise OptionError(f"kv_dtype={kv_dtype!r} and a prefix_store: a store serves caches without kv_dtype")
         prefix_store.bind(target)
     if not target._supports_default_dynamic_cache():
         logger.warning(

@@ -12,19 +12,20 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from windowkv.buffers import Buffer
-from windowkv.window import Retention, kv_range
+from windowkv.packed_buffer import PackedBuffer
+from windowkv.window import kv_range
 
 
 class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A full, sliding or chunked layer whose keys and values lie in a `Buffer`."""
+    """A full, sliding or chunked layer whose keys and values lie in a buffer."""
 
     is_compileable = False
     is_croppable = True
     supports_early_init = True
 
-    def __init__(self, retention: Retention) -> None:
-        """Make an empty layer; a retention without a window makes it a full one."""
-        self.buffer = Buffer(retention)
+    def __init__(self, buffer: Buffer | PackedBuffer) -> None:
+        """Make a layer over that buffer; a retention without a window makes it a full one."""
+        self.buffer = buffer
 
     @property
     def is_sliding(self) -> bool:
@@ -34,7 +35,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def is_initialized(self) -> bool:
         """Whether shapes, dtype and device are known."""
-        return bool(self.buffer.storages)
+        return self.buffer.rows is not None
 
     @property
     def record_past(self) -> bool:
@@ -55,7 +56,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         A view, valid until the next update.
         """
-        return self.buffer.tail[0] if self.buffer.storages else None
+        return self.buffer.tail[0] if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
@@ -63,7 +64,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         A view, valid until the next update.
         """
-        return self.buffer.tail[1] if self.buffer.storages else None
+        return self.buffer.tail[1] if self.is_initialized else None
 
     def fork(self) -> "BufferedLayer":
         """An independent layer with the same tokens; see `Buffer.fork`."""
@@ -109,8 +110,8 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself."""
-        for storage in self.buffer.storages[:1]:
-            self.buffer.take_rows(torch.arange(storage.shape[0], device=storage.device).repeat_interleave(repeats))
+        if self.buffer.rows is not None:
+            self.buffer.take_rows(torch.arange(self.buffer.rows).repeat_interleave(repeats))
 
 
 def recurrent_states(layer: Any) -> list[Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from windowkv.errors import OptionError
 from windowkv.layout import CacheLayout, LayerSpec
-from windowkv.window import Retention
+from windowkv.quantisation import PackedRetention, Quantisation
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,36 @@ class Plan:
         return sum(layer.nbytes for layer in self.layers if layer.window is not None)
 
 
-def plan_layout(layout: CacheLayout, *, tokens: int, batch_size: int, itemsize: int, rollback: int) -> Plan:
+def plan_layout(
+    layout: CacheLayout,
+    *,
+    tokens: int,
+    batch_size: int,
+    itemsize: int,
+    rollback: int,
+    quantisation: Quantisation | None = None,
+) -> Plan:
     """The plan of a cache with this layout. Raises OptionError, naming the value, for a count that is none."""
+    quantisation = quantisation or Quantisation()
+    quantisation.check(layout)
     for name, value, least in (("tokens", tokens, 0), ("batch_size", batch_size, 1), ("rollback", rollback, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise OptionError(f"{name}={value!r}: it is an integer >= {least}")
     rows = batch_size * itemsize
-    layers = tuple(_plan_layer(spec, tokens, rows, rollback) for spec in layout.layers)
+    layers = tuple(_plan_layer(spec, tokens, batch_size, itemsize, rollback, quantisation) for spec in layout.layers)
     whole = [tokens * rows * _width(spec) for spec in layout.layers]
+    # A layer's prompt, and what is packed of it while it lies beside what it is kept in.
+    one = [
+        prompt + quantisation.packing_nbytes(spec, batch_size, tokens)
+        for prompt, spec in zip(whole, layout.layers, strict=True)
+    ]
     return Plan(
         tokens=tokens,
         batch_size=batch_size,
         itemsize=itemsize,
         layers=layers,
         baseline_bytes=sum(whole),
-        peak_prefill_bytes=sum(layer.nbytes for layer in layers) + max(whole, default=0) + _lent(layout, whole),
+        peak_prefill_bytes=sum(layer.nbytes for layer in layers) + max(one, default=0) + _lent(layout, whole),
         uncounted=layout.foreign,
     )
 
@@ -89,9 +104,18 @@ def _lent(layout: CacheLayout, whole: list[int]) -> int:
     return sum(last.values())
 
 
-def _plan_layer(spec: LayerSpec, tokens: int, rows: int, rollback: int) -> LayerPlan:
-    capacity = Retention(spec.window, rollback).capacity(tokens) if spec.buffered else 0
-    return LayerPlan(spec.kind, spec.window, capacity, capacity * rows * _width(spec))
+def _plan_layer(
+    spec: LayerSpec, tokens: int, rows: int, itemsize: int, rollback: int, quantisation: Quantisation
+) -> LayerPlan:
+    if not spec.buffered:
+        return LayerPlan(spec.kind, spec.window, 0, 0)
+    retention = quantisation.retention(spec, rollback)
+    if not isinstance(retention, PackedRetention):
+        capacity = retention.capacity(tokens)
+        return LayerPlan(spec.kind, spec.window, capacity, capacity * rows * itemsize * _width(spec))
+    recent, packed = retention.recent.capacity(tokens), retention.packed.capacity(retention.packed_until(tokens))
+    nbytes = rows * (recent * itemsize * _width(spec) + packed * quantisation.nbytes(spec))
+    return LayerPlan(spec.kind, spec.window, recent + packed, nbytes)
 
 
 def _width(spec: LayerSpec) -> int:

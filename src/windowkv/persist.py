@@ -6,7 +6,7 @@ Knows what must agree between a file and a model. Knows nothing of bytes on the 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from windowkv import cache_file, snapshot
 from windowkv.cache import DynamicSlidingWindowCache
 from windowkv.errors import CacheFileError, OptionError
 from windowkv.layout import CacheLayout, LayerSpec, difference
+from windowkv.quantisation import Quantisation
 
 _MOST = 1 << 40  # tokens that a file may say that it has seen
 
@@ -29,6 +30,8 @@ class CacheFileInfo:
     version: str  # of the windowkv that wrote it
     tokens: int | None  # seen; None where no layer counts them
     rollback: int
+    kv_dtype: str | None  # what is quantised is in that
+    quantize: str  # and in which layers
     dtypes: tuple[str, ...]
     kinds: Mapping[str, int]  # how many layers there are of each kind
     windows: tuple[int, ...]
@@ -43,6 +46,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     rollback: int | None = None,
+    kv_dtype: str | None = "saved",
 ) -> DynamicSlidingWindowCache:
     """The cache that `cache.save(path)` wrote, for a model of the same config.
 
@@ -55,9 +59,12 @@ def load(
         dtype: what keys and values are converted to. Without it, a file of another dtype than the config's is refused.
         device: where the tensors go; the CPU without it.
         rollback: how far back `crop` can go from what is fed from now on, in tokens; as saved without it.
+        kv_dtype: what the file must have been quantised to, None for not at all; without it, anything will do. The
+            cache is quantised as the file is: quantising anew what is quantised already would lose more.
 
     Raises:
-        CacheFileError: the file is missing, no cache, of a newer format, damaged, or of another layout or dtype.
+        CacheFileError: the file is missing, no cache, of a newer format, damaged, or of another layout, dtype or
+            kv_dtype.
         ConfigError: as DynamicSlidingWindowCache.
         OptionError: dtype is no floating-point dtype, there is no such device, or rollback is no integer >= 0.
     """
@@ -67,17 +74,26 @@ def load(
         DynamicSlidingWindowCache(config, rollback)  # a mistake of the caller's is no fault of the file
     manifest, tensors = cache_file.read(path)
     info = _info(path, manifest, 0)
-    cache = DynamicSlidingWindowCache(config, info.rollback if rollback is None else rollback)
+    room = info.rollback if rollback is None else rollback
     try:
+        if kv_dtype not in ("saved", info.kv_dtype):
+            raise CacheFileError(
+                f"it holds a cache with kv_dtype={info.kv_dtype!r}, which loads into no cache with {kv_dtype!r}: "
+                f"ask for kv_dtype={info.kv_dtype!r}, or compute it anew"
+            )
+        cache = DynamicSlidingWindowCache(config, room, kv_dtype=info.kv_dtype, quantize=info.quantize)
         if unlike := difference(_layout(manifest), cache.layout):
             raise CacheFileError(f"it is of another model: {unlike}")
         if dtype is None:
             _check_dtype(tensors, config.get_text_config(decoder=True))
-        moved = {name: _moved(tensor, dtype, device) for name, tensor in tensors.items()}
+        moved = {
+            name: _moved(tensor, None if snapshot.is_packed(name) else dtype, device)
+            for name, tensor in tensors.items()
+        }
         snapshot.restore(cache.layers, cache.layout, manifest, moved)
         cache.history = snapshot.restore_history(tensors, manifest, cache.rows)
-    except CacheFileError as why:
-        raise CacheFileError(f"{path}: {why}") from why
+    except (CacheFileError, OptionError) as why:
+        raise type(why)(f"{path}: {why}") from why
     return cache
 
 
@@ -98,13 +114,14 @@ def _info(path: str | os.PathLike[str], manifest: Mapping[str, Any], tensor_byte
             version=_word(manifest["version"]),
             tokens=None if seen is None else _count(seen),
             rollback=_count(manifest["rollback"]),
+            **asdict(Quantisation(manifest.get("kv_dtype"), manifest.get("quantize", "full"))),
             dtypes=tuple(map(_word, manifest["dtypes"])),
             kinds={_word(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)},
             windows=tuple(sorted({_count(spec.window) for spec in layout.layers if spec.window is not None})),
             tensor_bytes=tensor_bytes,
             ids_sha256=None if manifest.get("ids_sha256") is None else _word(manifest["ids_sha256"]),
         )
-    except (KeyError, TypeError, ValueError) as why:
+    except (KeyError, TypeError, ValueError, OptionError) as why:
         raise CacheFileError(f"{path} is no cache of windowkv: its manifest is wrong, {str(why)!r}") from why
 
 
@@ -126,8 +143,9 @@ def _word(value: Any) -> str:
 
 
 def _check_dtype(tensors: Mapping[str, Tensor], decoder: Any) -> None:
+    states = [each for name, each in tensors.items() if not snapshot.is_packed(name)]
     wanted = str(getattr(decoder, "dtype", None) or "").removeprefix("torch.")
-    held = sorted({str(each.dtype).removeprefix("torch.") for each in tensors.values() if each.is_floating_point()})
+    held = sorted({str(each.dtype).removeprefix("torch.") for each in states if each.is_floating_point()})
     if wanted and held and held != [wanted]:
         raise CacheFileError(
             f"it holds {' and '.join(held)}, and the config says {wanted}: "

@@ -3,6 +3,7 @@
 Knows where configs come from and what a torch dtype weighs. The arithmetic is in memory.py.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from windowkv.errors import OptionError
 from windowkv.layout import CacheLayout, read_layout
 from windowkv.memory import Plan, largest, plan_layout
 from windowkv.model_source import load_config
+from windowkv.quantisation import Quantisation
 
 ENDLESS = 1 << 40  # tokens; a cache that still fits then has no full layer and never grows
 
@@ -25,6 +27,8 @@ def plan(
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
     rollback: int = ROLLBACK,
+    kv_dtype: str | None = None,
+    quantize: str = "full",
 ) -> Plan:
     """The bytes that a `DynamicSlidingWindowCache` will hold after `tokens` tokens in each of `batch_size` rows.
 
@@ -35,7 +39,12 @@ def plan(
     """
     config = _config(config_or_path)
     return plan_layout(
-        read_layout(config), tokens=tokens, batch_size=batch_size, itemsize=_itemsize(dtype, config), rollback=rollback
+        read_layout(config),
+        tokens=tokens,
+        batch_size=batch_size,
+        itemsize=_itemsize(dtype, config),
+        rollback=rollback,
+        quantisation=Quantisation(kv_dtype, quantize),
     )
 
 
@@ -46,6 +55,8 @@ def max_tokens(
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
     rollback: int = ROLLBACK,
+    kv_dtype: str | None = None,
+    quantize: str = "full",
 ) -> int | None:
     """The most tokens whose cache stays within `budget_bytes`; None when the cache stops growing before.
 
@@ -54,13 +65,17 @@ def max_tokens(
     if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes < 0:
         raise OptionError(f"budget_bytes={budget_bytes!r}: it is a number of bytes, an integer >= 0")
     config = _config(config_or_path)
-    layout, itemsize = read_layout(config), _itemsize(dtype, config)
+    planned = partial(
+        plan_layout,
+        read_layout(config),
+        batch_size=batch_size,
+        itemsize=_itemsize(dtype, config),
+        rollback=rollback,
+        quantisation=Quantisation(kv_dtype, quantize),
+    )
 
     def fits(tokens: int) -> bool:
-        return (
-            plan_layout(layout, tokens=tokens, batch_size=batch_size, itemsize=itemsize, rollback=rollback).total_bytes
-            <= budget_bytes
-        )
+        return planned(tokens=tokens).total_bytes <= budget_bytes
 
     most = largest(fits, at_most=ENDLESS)
     return None if most == ENDLESS else most

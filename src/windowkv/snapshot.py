@@ -16,8 +16,10 @@ from windowkv.errors import CacheFileError
 from windowkv.history import TokenHistory
 from windowkv.layers import BufferedLayer, recurrent_states
 from windowkv.layout import CacheLayout, LayerSpec
+from windowkv.packed_buffer import Held, PackedBuffer
 from windowkv.window import Span, tail_length
 
+PACKED = "packed."  # where the names of tensors in a codec's own dtypes begin, after the layer's number
 _IDS = "tokens"
 _INITIALIZED = "_initialized"  # how transformers calls which of a layer's states there are
 _PLAIN = (bool, int, float, str, type(None))
@@ -33,7 +35,8 @@ def take(
         entry, named = take_layer(layer)
         manifest["layers"].append(entry)
         tensors |= {f"{i}.{name}": tensor for name, tensor in named.items()}
-    manifest["dtypes"] = sorted({_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()})
+    states = [tensor for name, tensor in tensors.items() if not is_packed(name)]
+    manifest["dtypes"] = sorted({_name(tensor.dtype) for tensor in states if tensor.is_floating_point()})
     if history is not None:
         tensors[_IDS] = history.tokens
         manifest["ids_sha256"] = ids_sha256(history.tokens)
@@ -54,6 +57,11 @@ def restore(
     strange = sorted(name for name in tensors if name != _IDS and not _belongs(name, layers))
     if strange:
         raise CacheFileError(f"{strange[0]!r} is no tensor of any of its layers")
+
+
+def is_packed(name: str) -> bool:
+    """Whether a tensor of that name is a codec's, whose dtype is no choice."""
+    return name.partition(".")[2].startswith(PACKED)
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -113,11 +121,21 @@ def _belongs(name: str, layers: Sequence[Any]) -> bool:
     index, _, attribute = name.partition(".")
     if not index.isdigit() or int(index) >= len(layers):
         return False
-    return not isinstance(layers[int(index)], BufferedLayer) or attribute in ("keys", "values")
+    layer = layers[int(index)]
+    if not isinstance(layer, BufferedLayer):
+        return True
+    packed = layer.buffer.names if isinstance(layer.buffer, PackedBuffer) else ()
+    return attribute in ("keys", "values", *(PACKED + part for part in packed))
 
 
 def _buffered(layer: BufferedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    span, states = layer.buffer.kept()
+    buffer = layer.buffer
+    if isinstance(buffer, PackedBuffer):
+        held = buffer.held()
+        tensors = dict(zip(("keys", "values"), held.states, strict=False))
+        tensors |= {PACKED + name: part for name, part in zip(buffer.names, held.parts, strict=False)}
+        return {"start": held.packed.start, "packed": held.packed.end, "end": held.recent.end}, tensors
+    span, states = buffer.kept()
     return {"start": span.start, "end": span.end}, dict(zip(("keys", "values"), states, strict=False))
 
 
@@ -129,12 +147,34 @@ def _restore_buffered(
         raise ValueError(f"positions {span.start} to {span.end} of {seen} with a window of {retention.window}")
     if not tensors and not span.end:
         return
-    states = (tensors["keys"], tensors["values"])
+    states, packed = (tensors["keys"], tensors["values"]), Span(span.start, entry.get("packed", span.start))
+    if ("packed" in entry) != isinstance(layer.buffer, PackedBuffer) or not span.start <= packed.end <= span.end:
+        raise ValueError(f"positions {span.start} to {packed.end} of a {type(layer.buffer).__name__} are packed")
+    recent = Span(packed.end, span.end)
     for state, dim in zip(states, (spec.head_dim, spec.value_head_dim), strict=True):
-        if state.shape != (states[0].shape[0], spec.kv_heads, span.held, dim) or not state.is_floating_point():
-            raise ValueError(f"a {state.dtype} tensor {list(state.shape)} for positions {span.start} to {span.end}")
-    layer.buffer = Buffer.over(retention, span, states)
-    layer.buffer = Buffer.over(retention, *layer.buffer.kept())  # less, where the rollback is less than it was
+        if state.shape != (states[0].shape[0], spec.kv_heads, recent.held, dim) or not state.is_floating_point():
+            raise ValueError(f"a {state.dtype} tensor {list(state.shape)} for positions {recent.start} to {recent.end}")
+    if isinstance(layer.buffer, PackedBuffer):
+        parts = _checked_parts(layer.buffer, spec, packed, tensors, rows=states[0].shape[0])
+        layer.buffer = PackedBuffer.over(layer.buffer.parts, layer.buffer.codecs, Held(packed, parts, recent, states))
+    else:
+        layer.buffer = Buffer.over(retention, span, states)
+        layer.buffer = Buffer.over(retention, *layer.buffer.kept())  # less, where the rollback is less than it was
+
+
+def _checked_parts(
+    buffer: PackedBuffer, spec: LayerSpec, span: Span, tensors: Mapping[str, Tensor], *, rows: int
+) -> tuple[Tensor, ...]:
+    """What is packed of a layer; nothing where nothing was."""
+    if not span.held:
+        return ()
+    parts = tuple(tensors[PACKED + name] for name in buffer.names)
+    keys, values = buffer.codecs
+    shapes = (*keys.shapes(spec.head_dim), *values.shapes(spec.value_head_dim))
+    for part, (dim, dtype) in zip(parts, shapes, strict=True):
+        if part.shape != (rows, spec.kv_heads, span.held, dim) or part.dtype != dtype:
+            raise ValueError(f"{part.dtype} {list(part.shape)} for packed positions {span.start} to {span.end}")
+    return parts
 
 
 def _foreign(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

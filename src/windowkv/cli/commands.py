@@ -56,6 +56,21 @@ class DType(StrEnum):
     FLOAT16 = "float16"
 
 
+class KVDType(StrEnum):
+    """What keys and values are quantised to, by windowkv's names."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+    FP8 = "fp8"
+
+
+class Quantize(StrEnum):
+    """Which layers are quantised."""
+
+    FULL = "full"
+    ALL = "all"
+
+
 def _picture_path(path: Path) -> Path:
     if path.suffix not in FORMATS:
         raise typer.BadParameter(f"{path} does not end in {', '.join(FORMATS)}")
@@ -90,6 +105,10 @@ Budget = Annotated[
     int | None, typer.Option(parser=_byte_count, metavar="BYTES", help="Tell how many tokens fit in this, say 2GiB.")
 ]
 Rollback = Annotated[int, typer.Option(min=0, help="Tokens that the cache can always take back.")]
+KVFormat = Annotated[KVDType | None, typer.Option(help="Keep all but the newest tokens of the cache in so many bits.")]
+QuantizedLayers = Annotated[
+    Quantize, typer.Option(help="Which layers --kv-dtype is for: those that keep every token, or all.")
+]
 StoreDirectory = Annotated[str, typer.Argument(help="The directory of a PrefixStore: a folder, or an fsspec URL.")]
 CacheFile = Annotated[Path, typer.Argument(help="A file that --save-cache or cache.save wrote.")]
 Precision = Annotated[DType, typer.Option(help="Number format of the weights and the cache.")]
@@ -163,6 +182,8 @@ def generate(
     store: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep beginnings of texts there, and take them from there.")
     ] = None,
+    kv_dtype: KVFormat = None,
+    quantize: QuantizedLayers = Quantize.FULL,
 ) -> None:
     """Continue a text, as the model's own generation settings say, in a cache that stays within its bound."""
     source = _prompt(prompt, prompt_file)
@@ -182,10 +203,14 @@ def generate(
         ids = encode(tokenizer, source)
         # A saved cache is to serve another continuation of the same prompt too.
         room = rollback if rollback is not None else max(ROLLBACK, max_new_tokens if save_cache else 0)
-        loaded = load_file(load_cache, network.config, dtype=network.dtype, rollback=room) if load_cache else None
+        loaded = None
+        if load_cache:
+            expected = kv_dtype and kv_dtype.value
+            loaded = load_file(load_cache, network.config, dtype=network.dtype, rollback=room, kv_dtype=expected)
     reused = reusable(loaded, ids) if loaded is not None else 0
     with _enough_positions(network, ids.shape[1] + max_new_tokens):
-        output = enable(network, rollback=room, prefix_store=kept).generate(
+        options: dict[str, Any] = {"kv_dtype": kv_dtype and kv_dtype.value, "quantize": quantize.value}
+        output = enable(network, rollback=room, prefix_store=kept, **options).generate(
             ids,
             attention_mask=ids.new_ones(ids.shape),
             max_new_tokens=max_new_tokens,
@@ -231,6 +256,8 @@ def plan(
     batch_size: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     dtype: Annotated[DType | None, typer.Option(help="Number format, instead of the config's own.")] = None,
     rollback: Rollback = 64,
+    kv_dtype: KVFormat = None,
+    quantize: QuantizedLayers = Quantize.FULL,
     as_json: AsJson = False,
 ) -> None:
     """Tell what a cache will hold, to the byte, without loading any weights."""
@@ -246,11 +273,13 @@ def plan(
         show(f"reading the config of {model}", 0, 0)
         config = load_config(model)
     options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype and getattr(torch, dtype), "rollback": rollback}
+    options |= {"kv_dtype": kv_dtype and kv_dtype.value, "quantize": quantize.value}
     planned = None if tokens is None else planner.plan(config, tokens=tokens, **options)
     most = None if budget is None else planner.max_tokens(config, budget, **options)
     if as_json:
         answer = {} if budget is None else {"budget_bytes": budget, "max_tokens": most}
-        print_json({"model": model, "rollback": rollback} | (reports.plan_report(planned) if planned else {}) | answer)
+        asked = {"model": model, "rollback": rollback, "kv_dtype": kv_dtype, "quantize": quantize}
+        print_json(asked | (reports.plan_report(planned) if planned else {}) | answer)
         return
     if planned is not None:
         print_table(reports.plan_table(planned, title=f"{model}, {tokens:,} tokens, batch of {batch_size:,}"))

@@ -195,6 +195,8 @@ def cache_file_table(info: "CacheFileInfo", *, title: str) -> Table:
     table.add_row("tokens seen", "not counted" if info.tokens is None else f"{info.tokens:,}")
     table.add_row("layers", ", ".join(f"{count} {kind}" for kind, count in info.kinds.items()) + windows)
     table.add_row("keys and values", f"{size(info.tensor_bytes)}, {' and '.join(info.dtypes) or 'none'}")
+    if info.kv_dtype is not None:
+        table.add_row("quantised", f"{info.kv_dtype}, {info.quantize} layers")
     table.add_row("can take back", f"{info.rollback:,} tokens")
     table.add_row("digest of the ids", info.ids_sha256 or "ids not known")
     table.add_row("written by", f"windowkv {info.version}, format {info.format}")

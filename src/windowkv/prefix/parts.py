@@ -40,7 +40,7 @@ def full_layers(cache: DynamicSlidingWindowCache) -> list[BufferedLayer]:
 
 def take_block(cache: DynamicSlidingWindowCache, row: int, start: int, end: int) -> Block:
     """A copy of positions [start, end) of the full layers."""
-    return tuple(layer.buffer.between(row, start, end) for layer in full_layers(cache))  # type: ignore[misc]
+    return tuple(_plain(layer).between(row, start, end) for layer in full_layers(cache))  # type: ignore[misc]
 
 
 def take_checkpoint(cache: DynamicSlidingWindowCache, row: int, padding: int = 0) -> Checkpoint:
@@ -78,7 +78,7 @@ def assemble(
     cache = DynamicSlidingWindowCache(config, rollback=checkpoint.rollback if rollback is None else rollback)
     for i, layer in checkpoint.layers.items():
         if isinstance(layer, BufferedLayer):
-            buffer, retention = layer.buffer.fork(), cache.layers[i].buffer.retention
+            buffer, retention = _plain(layer).fork(), cache.layers[i].buffer.retention
             buffer.take_back(back)
             buffer.retention = retention
             cache.layers[i].buffer = Buffer.over(retention, *buffer.kept())
@@ -177,9 +177,16 @@ def _stack_states(layer: Any, others: list[Any]) -> None:
 
 
 def _taken(layer: BufferedLayer, row: int, padding: int) -> tuple[BufferedLayer, int]:
-    retention, (span, _) = layer.buffer.retention, layer.buffer.kept()
-    states = layer.buffer.between(row, max(span.start, padding), span.end)
+    buffer = _plain(layer)
+    retention, (span, _) = buffer.retention, buffer.kept()
+    states = buffer.between(row, max(span.start, padding), span.end)
     text = Span(max(0, span.start - padding), span.end - padding)
     twin = copy.copy(layer)
     twin.buffer = Buffer.over(retention, text, states)
     return twin, retention.rollback_room(text)
+
+
+def _plain(layer: BufferedLayer) -> Buffer:
+    """A layer's buffer, which is not quantised in a store."""
+    assert isinstance(layer.buffer, Buffer)
+    return layer.buffer

@@ -33,6 +33,7 @@ def stored_texts(model: Any, cache: Any, input_ids: Tensor, model_kwargs: dict[s
     if not (
         isinstance(cache, DynamicSlidingWindowCache)
         and cache.history is not None
+        and cache.quantisation.kv_dtype is None
         and not cache.interrupted
         and cache.history.complete
         and {name for name, value in model_kwargs.items() if isinstance(value, Tensor)} <= TEXT_INPUTS

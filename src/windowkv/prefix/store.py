@@ -387,6 +387,8 @@ class PrefixStore:
 def _check_cache(cache: DynamicSlidingWindowCache, model: Any) -> None:
     if cache.interrupted:
         raise InputError("a change of this cache did not end, and its layers may hold different tokens: reset it first")
+    if cache.quantisation.kv_dtype is not None:
+        raise InputError(f"a cache with kv_dtype={cache.quantisation.kv_dtype!r}: a store keeps what is not quantised")
     if unlike := difference(cache.layout, read_layout(model.config)):
         raise InputError(f"this cache is for another model: {unlike}")
 
