@@ -16,11 +16,11 @@ MAP = (ROOT / "docs" / "architecture.md").read_text()
 ROWS = [
     {"errors", "window"},
     {"layout", "attention", "history", "cache_file", "prefix/tree", "prefix/fingerprint"},
-    {"memory", "buffers"},
-    {"layers"},
+    {"memory", "buffers", "fixed_buffers"},
+    {"layers", "static_layers"},
     {"snapshot"},
     {"cache", "attention_interface"},
-    {"continuation", "persist", "prefix/parts", "prefix/disk"},
+    {"continuation", "persist", "prefix/parts", "prefix/disk", "static_cache"},
     {"prefix/files"},
     {"prefix/store"},
     {"prefix/prompt"},
@@ -37,7 +37,7 @@ MODULES = sorted(
     path.relative_to(SOURCE).with_suffix("").as_posix() for path in SOURCE.rglob("*.py") if path.stem != "__init__"
 )
 WITHOUT_TORCH = {"errors", "window", "layout", "memory"}
-WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {"buffers", "attention", "history", "cache_file"}
+WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {"buffers", "fixed_buffers", "attention", "history", "cache_file"}
 
 
 def imports(module: str) -> set[str]:

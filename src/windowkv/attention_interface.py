@@ -69,6 +69,9 @@ def ranges_mask(
             own = torch.arange(q_offset, q_offset + q_length)
             first = _first_visible(mask_function, batch_size, own.to(kwargs.get("device", "cpu")), kv_offset).cpu()
             return torch.minimum(torch.maximum(first, padding), own - kv_offset).to(_STARTS)[:, None, :, None]
+    if isinstance(kv_offset, Tensor) and attention_mask is not None:  # the base would ask how far a ring's slots reach
+        mask_function, attention_mask = _without_padding(mask_function, attention_mask), None
+        kwargs["allow_is_causal_skip"] = False
     return _BASE_MASKS[base](
         batch_size=batch_size,
         q_length=q_length,
@@ -151,6 +154,17 @@ def _left_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int)
         return None
     real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     return (~real).sum(dim=1, keepdim=True).cpu() if bool((real[:, 1:] >= real[:, :-1]).all()) else None
+
+
+def _without_padding(mask_function: Callable[..., Tensor], attention_mask: Tensor) -> Callable[..., Tensor]:
+    """A mask function that hides what a padding mask `[B, n]` hides besides, and all positions from n on."""
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        width = attention_mask.shape[1]
+        real = attention_mask[row, key.clamp(max=width - 1)].bool() & (key < width)
+        return mask_function(row, head, query, key) & real
+
+    return sees
 
 
 def _first_visible(mask_function: Callable[..., Tensor], batch: int, queries: Tensor, kv_offset: int) -> Tensor:

@@ -44,10 +44,8 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, config: PreTrainedConfig, rollback: int = ROLLBACK) -> None:
         """See the class."""
-        if not isinstance(rollback, int) or isinstance(rollback, bool) or rollback < 0:
-            raise OptionError(f"rollback={rollback!r}: it is a number of tokens, an integer >= 0")
+        self.rollback = checked_rollback(rollback)
         self.layout = read_layout(config)
-        self.rollback = rollback
         self.history: TokenHistory | None = None  # the ids seen, once it was used in generate of an enabled model
         # Not DynamicCache.__init__, which makes its own layers: that base is there for encoder-decoder caches to find.
         Cache.__init__(self, layers=_new_layers(config, self.layout, rollback))
@@ -86,12 +84,12 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
         Raises RollbackError when some layer cannot; every layer is then as it was.
         """
-        count = _rollback_count(tokens_to_remove)
+        count = rollback_count(tokens_to_remove)
         # What an encoder saw is no part of the text.
         encoder = {i for i, spec in enumerate(self.layout.layers) if spec.kind == "cross_attention"}
         layers = [layer for i, layer in enumerate(self.layers) if i not in encoder]
         for layer in layers:
-            _check_take_back(layer, count)
+            check_take_back(layer, count)
         with self._changing():
             for layer in layers:
                 # transformers' recording layers drop what they recorded at crop(0)
@@ -153,11 +151,11 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was, integers `[B']`. Raises InputError for a row that is not there."""
-        self._take_rows(self._checked_rows(beam_idx))
+        self._take_rows(checked_rows(beam_idx, self.rows))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only rows `indices`: integers `[B']`, or a mask `[B]`. Raises InputError for one that is not there."""
-        self._take_rows(self._checked_rows(indices))
+        self._take_rows(checked_rows(indices, self.rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself. Raises InputError below 1."""
@@ -183,24 +181,6 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         if self.history is not None:
             self.history.take_rows(rows)
 
-    def _checked_rows(self, selection: Any) -> Tensor:
-        rows: Tensor = torch.as_tensor(selection)
-        held = self.rows
-        if rows.dtype == torch.bool:
-            if held is not None and rows.numel() != held:
-                raise InputError(f"a mask of {rows.numel()} rows: this cache holds {held}")
-            rows = rows.nonzero().flatten()
-        if rows.is_floating_point():
-            if rows.numel():
-                raise InputError(f"rows {rows.tolist()}: they are integers")
-            rows = rows.long()
-        # Asking an accelerator would wait for it at every step of a beam search.
-        if held is None:
-            return rows
-        if rows.device.type == "cpu" and rows.numel() and not (-held <= int(rows.min()) and int(rows.max()) < held):
-            raise InputError(f"rows {rows.tolist()}: this cache holds rows 0 to {held - 1}")
-        return rows.where(rows >= 0, rows + held)
-
 
 def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int) -> list[Any]:
     """A layer per spec: ours where windowkv stores it, else the one that transformers makes for it."""
@@ -219,6 +199,32 @@ def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int) ->
         BufferedLayer(Retention(spec.window, rollback)) if spec.buffered else layer
         for spec, layer in zip(layout.layers, theirs, strict=False)
     ]
+
+
+def checked_rows(selection: Any, held: int | None) -> Tensor:
+    """Integers `[B']` of a selection from `held` rows, by integers or by a mask; InputError for rows not there."""
+    rows: Tensor = torch.as_tensor(selection)
+    if rows.dtype == torch.bool:
+        if held is not None and rows.numel() != held:
+            raise InputError(f"a mask of {rows.numel()} rows: this cache holds {held}")
+        rows = rows.nonzero().flatten()
+    if rows.is_floating_point():
+        if rows.numel():
+            raise InputError(f"rows {rows.tolist()}: they are integers")
+        rows = rows.long()
+    # Asking an accelerator would wait for it at every step of a beam search.
+    if held is None:
+        return rows
+    if rows.device.type == "cpu" and rows.numel() and not (-held <= int(rows.min()) and int(rows.max()) < held):
+        raise InputError(f"rows {rows.tolist()}: this cache holds rows 0 to {held - 1}")
+    return rows.where(rows >= 0, rows + held)
+
+
+def checked_rollback(rollback: Any) -> int:
+    """An integer >= 0. Raises OptionError otherwise."""
+    if not isinstance(rollback, int) or isinstance(rollback, bool) or rollback < 0:
+        raise OptionError(f"rollback={rollback!r}: it is a number of tokens, an integer >= 0")
+    return rollback
 
 
 def fork_layer(layer: Any) -> Any:
@@ -261,7 +267,8 @@ def _tensors(held: Any) -> Iterator[Tensor]:
         yield from _tensors(vars(held))
 
 
-def _rollback_count(tokens_to_remove: int) -> int:
+def rollback_count(tokens_to_remove: int) -> int:
+    """How many tokens a `crop` takes back. Raises RollbackError for an argument above 0."""
     try:
         count = -index(tokens_to_remove)  # older releases hand over a tensor
     except TypeError:
@@ -273,8 +280,9 @@ def _rollback_count(tokens_to_remove: int) -> int:
     return count
 
 
-def _check_take_back(layer: Any, count: int) -> None:
-    if isinstance(layer, BufferedLayer):
+def check_take_back(layer: Any, count: int) -> None:
+    """Raise RollbackError when a layer cannot take back that many tokens."""
+    if hasattr(layer, "buffer"):
         layer.buffer.check_take_back(count)
     elif count and not (layer.is_croppable and getattr(layer, "record_past", True) and _recorded(layer) >= count):
         raise RollbackError(

@@ -10,6 +10,8 @@ from windowkv.errors import OptionError
 from windowkv.layout import CacheLayout, LayerSpec
 from windowkv.window import Retention
 
+_COUNTER = 8  # bytes in which a static layer counts its tokens
+
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -49,21 +51,41 @@ class Plan:
         return sum(layer.nbytes for layer in self.layers if layer.window is not None)
 
 
-def plan_layout(layout: CacheLayout, *, tokens: int, batch_size: int, itemsize: int, rollback: int) -> Plan:
-    """The plan of a cache with this layout. Raises OptionError, naming the value, for a count that is none."""
-    for name, value, least in (("tokens", tokens, 0), ("batch_size", batch_size, 1), ("rollback", rollback, 0)):
+def plan_layout(
+    layout: CacheLayout, *, tokens: int, batch_size: int, itemsize: int, rollback: int, max_cache_len: int | None = None
+) -> Plan:
+    """The plan of a cache with this layout: of a static one for `max_cache_len` tokens, if that is given.
+
+    Raises OptionError, naming the value, for a count that is none, and for more tokens than a static cache takes.
+    """
+    limit = tokens if max_cache_len is None else max_cache_len
+    for name, value, least in (
+        ("tokens", tokens, 0),
+        ("batch_size", batch_size, 1),
+        ("rollback", rollback, 0),
+        ("max_cache_len", limit, 0 if max_cache_len is None else 1),
+    ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise OptionError(f"{name}={value!r}: it is an integer >= {least}")
+    if tokens > limit:
+        raise OptionError(f"tokens={tokens}: a static cache with max_cache_len={limit} takes no more than that")
     rows = batch_size * itemsize
-    layers = tuple(_plan_layer(spec, tokens, rows, rollback) for spec in layout.layers)
     whole = [tokens * rows * _width(spec) for spec in layout.layers]
+    if max_cache_len is None:
+        layers = tuple(_plan_layer(spec, tokens, rows, rollback) for spec in layout.layers)
+        read = whole
+        peak = max(whole, default=0)
+    else:
+        layers = tuple(_plan_static_layer(spec, max_cache_len, rows, rollback) for spec in layout.layers)
+        read = [_copied(spec, tokens, max_cache_len, rollback) * rows * _width(spec) for spec in layout.layers]
+        peak = max((new + copy for new, copy in zip(whole, read, strict=True)), default=0)
     return Plan(
         tokens=tokens,
         batch_size=batch_size,
         itemsize=itemsize,
         layers=layers,
         baseline_bytes=sum(whole),
-        peak_prefill_bytes=sum(layer.nbytes for layer in layers) + max(whole, default=0) + _lent(layout, whole),
+        peak_prefill_bytes=sum(layer.nbytes for layer in layers) + peak + _lent(layout, read),
         uncounted=layout.foreign,
     )
 
@@ -92,6 +114,19 @@ def _lent(layout: CacheLayout, whole: list[int]) -> int:
 def _plan_layer(spec: LayerSpec, tokens: int, rows: int, rollback: int) -> LayerPlan:
     capacity = Retention(spec.window, rollback).capacity(tokens) if spec.buffered else 0
     return LayerPlan(spec.kind, spec.window, capacity, capacity * rows * _width(spec))
+
+
+def _plan_static_layer(spec: LayerSpec, max_cache_len: int, rows: int, rollback: int) -> LayerPlan:
+    if not spec.buffered:
+        return LayerPlan(spec.kind, spec.window, 0, 0)
+    capacity = Retention(spec.window, rollback).ring(max_cache_len).capacity
+    return LayerPlan(spec.kind, spec.window, capacity, capacity * rows * _width(spec) + _COUNTER)
+
+
+def _copied(spec: LayerSpec, tokens: int, max_cache_len: int, rollback: int) -> int:
+    """Tokens of the temporary copy from which a static layer's prompt is attended; 0 where all lies in its slots."""
+    ring = Retention(spec.window, rollback).ring(max_cache_len)
+    return 0 if spec.window is None or tokens <= ring.room else spec.window - 1 + tokens
 
 
 def _width(spec: LayerSpec) -> int:
