@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -99,6 +100,12 @@ def ranges_forward(
     Whatever it does not do itself goes to the base with the mask that it would have had.
     """
     if attention_mask is None or attention_mask.dtype != _STARTS:
+        if (
+            base == "sdpa"
+            and _is_masked_step(query, key, attention_mask)
+            and _plain(module, query, key, base, **kwargs)
+        ):
+            return _masked_step(query, key, value, attention_mask, kwargs.get("scaling")), None
         return _hand_over(base, module, query, key, value, attention_mask, **kwargs)
     starts = attention_mask[:, 0, :, 0].cpu()  # hooks of models on several devices move whatever they are handed
     if not _plain(module, query, key, base, **kwargs):
@@ -110,6 +117,20 @@ def ranges_forward(
     scale = kwargs.get("scaling")
     scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, kwargs.get("softcap"), kwargs.get("s_aux"))
     return ranges_attention(query, key, value, starts, scoring).transpose(1, 2).contiguous(), None
+
+
+def _is_masked_step(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bool:
+    """Whether one query per row shares keys with others in its group, under a mask that is the same for all heads."""
+    masked = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] == 1
+    return masked and query.shape[2] == 1 and query.shape[1] > key.shape[1]
+
+
+def _masked_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """A step of decoding into a static cache: the heads of a group become rows, where sdpa would repeat their keys."""
+    rows, heads, _, dim = query.shape
+    grouped = query.reshape(rows, key.shape[1], -1, dim)  # [B, H, G, D]
+    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    return output.reshape(rows, 1, heads, value.shape[-1])
 
 
 def _covered(

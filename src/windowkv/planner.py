@@ -30,9 +30,10 @@ def plan(
 ) -> Plan:
     """The bytes that a `DynamicSlidingWindowCache` will hold after `tokens` tokens in each of `batch_size` rows.
 
-    With cache="static", those of a `SlidingWindowCache` made for `max_cache_len` tokens (`tokens` unless given): from
-    the first token on it holds the same. Equal to `cache.nbytes` to the byte, however the tokens come, as long as none was taken back. `config_or_path` is a
-    transformers config, or a model's folder, config.json, or name. `dtype` defaults to the config's own.
+    With cache="static", those of a `SlidingWindowCache` made for `max_cache_len` tokens (`tokens` unless given), which
+    are the same from the first token on. Equal to `cache.nbytes` to the byte, however the tokens come, as long as none
+    was taken back. `config_or_path` is a transformers config, or a model's folder, config.json, or name. `dtype`
+    defaults to the config's own.
 
     Raises ConfigError, ModelSourceError or OptionError, naming the value.
     """

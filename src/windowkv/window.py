@@ -66,7 +66,7 @@ class Ring:
 
     >>> ring = Retention(window=4, rollback=2).ring(limit=1000)
     >>> ring.capacity, ring.wraps, ring.room
-    (32, True, 29)
+    (16, True, 13)
     """
 
     window: int | None
@@ -177,9 +177,15 @@ class Retention:
     def ring(self, limit: int) -> Ring:
         """The slots of a layer that is fed at most `limit` tokens, all of them allocated at once.
 
-        A multiple of 16 where not all of them fit, for the kernels; the slack pays for it.
+        Nothing ever moves in a ring, so it needs no slack: what must be kept, one more, and up to a multiple of 16,
+        which kernels like. Always within the bound.
+
+        >>> Retention(window=512, rollback=64).ring(limit=4096).capacity
+        576
         """
-        return Ring(self.window, limit if self.bound is None else min(limit, self.bound // 16 * 16), limit)
+        if self.kept is None:
+            return Ring(None, limit, limit)
+        return Ring(self.window, min(limit, -(-(self.kept + 1) // 16) * 16), limit)
 
     def append(self, span: Span, new: int, reach: int = 0) -> Append:
         """Decide an append without touching a tensor.
