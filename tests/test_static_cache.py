@@ -474,11 +474,16 @@ def test_caches_of_a_length_that_was_asked_for() -> None:
         generated(model, ids, 12)
 
 
-def test_an_assistant_drafts_into_a_dynamic_cache() -> None:
-    model = windowkv.enable(MODELS["mistral"](), cache="static")
+def test_drafts_of_any_length_go_to_dynamic_caches() -> None:
+    model = windowkv.enable(MODELS["mistral"](), cache="static", rollback=1)
     assistant = windowkv.enable(MODELS["mistral-w2"](), cache="static", rollback=1)
     ids = tokens(1, 40)
-    assert torch.equal(generated(model, ids, 30, assistant_model=assistant), uncached(model, ids, 30))
+    expected = uncached(shared_model("mistral"), ids, 30)
+    assert torch.equal(generated(model, ids, 30, assistant_model=assistant), expected)
+    assert torch.equal(
+        generated(model, ids.repeat(1, 2), 30, prompt_lookup_num_tokens=30),
+        uncached(shared_model("mistral"), ids.repeat(1, 2), 30),
+    )
 
 
 @pytest.mark.parametrize(

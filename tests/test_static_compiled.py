@@ -110,6 +110,18 @@ def test_compiled_steps_and_others_take_turns() -> None:
     assert (graphs(), cache.get_seq_length()) == (1, 120)
 
 
+def test_rings_of_one_size_share_a_graph_whatever_their_length() -> None:
+    model, ids = MODELS["mistral"](), tokens(1, 60)
+    step = torch.compile(model.forward, backend=Backend(), fullgraph=True)
+    for length in (100, 5000):
+        handed = cache_argument(model, SlidingWindowCache(model.config, max_cache_len=length, rollback=8))
+        with torch.no_grad():
+            model(ids[:, :20], use_cache=True, **handed)
+            parts = [step(part, use_cache=True, **handed).logits for part in ids[:, 20:].split(1, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), logits(model, ids)[:, 20:], atol=1e-4, rtol=0)
+    assert graphs() == 1
+
+
 def test_a_full_cache_fails_in_a_graph_too() -> None:
     model = MODELS["gemma3"]()
     cache = cache_argument(model, SlidingWindowCache(model.config, max_cache_len=20))

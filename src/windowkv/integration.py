@@ -16,6 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers.generation import GenerationMode
 
 from windowkv.attention_interface import base_name, fast_name, is_plain_decoder
 from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache
@@ -66,7 +67,7 @@ class GenerationOptions:
     def new_cache(self, config: Any, length: int, *, drafts: bool = False) -> OurCache:
         """An empty cache for a model with this config, static ones for that many tokens.
 
-        Who drafts takes back more than a static cache may be able to.
+        A draft may be longer than what a static cache can take back.
         """
         if self.static and not drafts:
             return SlidingWindowCache(config, length, rollback=self.rollback)
@@ -106,7 +107,7 @@ def enable(
             leave what they compute, single texts with their continuation.
         cache: "static" makes a `SlidingWindowCache` for each `generate` instead, around which transformers compiles the
             model's forward where it does so for static caches (on accelerators); prompts are then read at once unless
-            prefill_chunk says otherwise, ids are not remembered, and an assistant's own cache stays dynamic.
+            prefill_chunk says otherwise, ids are not remembered, and caches for assisted decoding stay dynamic.
         max_cache_len: the most tokens of a request with static caches, which are all made for that length, so that
             nothing is compiled twice; None is what a request or an earlier one needs, in steps of 256.
 
@@ -267,7 +268,8 @@ class _CachePreparation(_Seam):
             without_default.cache_implementation = None
             prepare(without_default, model_kwargs, *args, **kwargs)
             drafts = generation_config.is_assistant
-            ours = options.new_cache(model.config, self._length(max_cache_length), drafts=drafts)
+            drafted = drafts or generation_mode == GenerationMode.ASSISTED_GENERATION
+            ours = options.new_cache(model.config, self._length(max_cache_length), drafts=drafted)
             _replace_caches(model_kwargs, ours, drafts=drafts)
         cache = handed_cache(model_kwargs)
         if isinstance(cache, OurCache) and _is_causal(model):

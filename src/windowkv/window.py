@@ -72,16 +72,16 @@ class Ring:
     window: int | None
     capacity: int
     limit: int
+    wraps: bool = field(init=False)  # whether new tokens come to take the slots of old ones
+    # The most tokens that can be written at once before the first of them has seen its whole tail.
+    room: int = field(init=False)
 
-    @property
-    def wraps(self) -> bool:
-        """Whether new tokens come to take the slots of old ones."""
-        return self.capacity < self.limit
-
-    @property
-    def room(self) -> int:
-        """The most tokens that can be written at once before the first of them has seen its whole tail."""
-        return self.capacity if self.window is None or not self.wraps else self.capacity - (self.window - 1)
+    def __post_init__(self) -> None:
+        """Work out once what every append asks for: a compiled one then does not depend on the limit."""
+        wraps = self.capacity < self.limit
+        tail = self.window - 1 if wraps and self.window is not None else 0
+        object.__setattr__(self, "wraps", wraps)
+        object.__setattr__(self, "room", self.capacity - tail)
 
     def slots_of(self, positions: Any) -> Any:
         """Where positions lie: integers, or integer tensors."""
