@@ -87,15 +87,16 @@ class FixedBuffer:
     def visible_positions(self, new: int) -> Tensor:
         """The position of each key that `append` will return for that many new tokens, `[visible_length(new)]`.
 
-        What was never written stands at `limit`, after every query, so that causality hides it.
+        What was never written stands after every query, so that causality hides it.
         """
+        end = self.seen + new
         if new <= self.ring.room:
             slots = torch.arange(self.ring.capacity, device=self.seen.device)
-            positions: Tensor = self.ring.position(slots, self.seen + new)
+            positions: Tensor = self.ring.position(slots, end)
         else:
             fresh = torch.arange(new, device=self.seen.device)
             positions = self.seen + torch.cat((self._tail_distances(), fresh))
-        return torch.where(positions < 0, self.ring.limit, positions)
+        return torch.where(positions < 0, end, positions)
 
     def check_room(self, new: int) -> None:
         """Raise InputError when that many new tokens are more than the buffer was made for.
