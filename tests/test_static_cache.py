@@ -248,6 +248,24 @@ def test_gradients_are_refused_before_anything_changes() -> None:
     assert cache.get_seq_length() == 0
 
 
+def test_a_step_of_an_enabled_model_repeats_no_key() -> None:
+    attended: list[tuple[int, ...]] = []
+
+    class Watched(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.nn.functional.scaled_dot_product_attention:
+                attended.append(tuple(args[0].shape) + tuple(args[1].shape[1:3]))
+            return func(*args, **(kwargs or {}))
+
+    model, ids = windowkv.enable(MODELS["mistral"]()), tokens(2, 40)
+    cache = static(model, rollback=8)
+    fed(model, cache, ids[:, :39], 39)
+    with Watched():
+        last = fed(model, cache, ids[:, 39:])
+    assert attended == [(2, 2, 2, 16, 2, 16)] * 4, "[batch, groups, heads of a group, head_dim] against [groups, slots]"
+    assert_close(last, logits(shared_model("mistral"), ids)[:, 39:])
+
+
 # Taking back and moving rows
 
 
