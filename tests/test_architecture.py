@@ -27,12 +27,12 @@ ROWS = [
         "prefix/writer",
     },
     {"quantisation"},
-    {"memory", "buffers", "codecs", "prefix/texts", "tiny_model", "operations"},
+    {"memory", "buffers", "fixed_buffers", "codecs", "prefix/texts", "tiny_model", "operations"},
     {"packed_buffer"},
-    {"layers", "architectures"},
+    {"layers", "static_layers", "architectures"},
     {"snapshot"},
     {"cache", "attention_interface"},
-    {"continuation", "persist", "prefix/parts", "prefix/disk"},
+    {"continuation", "persist", "prefix/parts", "prefix/disk", "static_cache"},
     {"prefix/files"},
     {"prefix/store"},
     {"prefix/prompt"},
@@ -51,6 +51,7 @@ MODULES = sorted(
 WITHOUT_TORCH = {"errors", "window", "layout", "memory", "quantisation"}
 WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {
     "buffers",
+    "fixed_buffers",
     "codecs",
     "packed_buffer",
     "attention",

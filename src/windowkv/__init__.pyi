@@ -8,6 +8,7 @@ from .errors import (
     RollbackError as RollbackError,
     TinyModelError as TinyModelError,
     UnsupportedModelError as UnsupportedModelError,
+    UnsupportedOperationError as UnsupportedOperationError,
     WindowKVError as WindowKVError,
 )
 from .integration import disable as disable, enable as enable
@@ -15,3 +16,4 @@ from .memory import LayerPlan as LayerPlan, Plan as Plan
 from .persist import load as load
 from .planner import max_tokens as max_tokens, plan as plan
 from .prefix.store import PrefixStore as PrefixStore
+from .static_cache import SlidingWindowCache as SlidingWindowCache

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -69,6 +70,9 @@ def ranges_mask(
             own = torch.arange(q_offset, q_offset + q_length)
             first = _first_visible(mask_function, batch_size, own.to(kwargs.get("device", "cpu")), kv_offset).cpu()
             return torch.minimum(torch.maximum(first, padding), own - kv_offset).to(_STARTS)[:, None, :, None]
+    if isinstance(kv_offset, Tensor) and attention_mask is not None:  # the base would ask how far a ring's slots reach
+        mask_function, attention_mask = _without_padding(mask_function, attention_mask), None
+        kwargs["allow_is_causal_skip"] = False
     return _BASE_MASKS[base](
         batch_size=batch_size,
         q_length=q_length,
@@ -96,6 +100,12 @@ def ranges_forward(
     Whatever it does not do itself goes to the base with the mask that it would have had.
     """
     if attention_mask is None or attention_mask.dtype != _STARTS:
+        if (
+            base == "sdpa"
+            and _is_masked_step(query, key, attention_mask)
+            and _plain(module, query, key, base, **kwargs)
+        ):
+            return _masked_step(query, key, value, attention_mask, kwargs.get("scaling")), None
         return _hand_over(base, module, query, key, value, attention_mask, **kwargs)
     starts = attention_mask[:, 0, :, 0].cpu()  # hooks of models on several devices move whatever they are handed
     if not _plain(module, query, key, base, **kwargs):
@@ -107,6 +117,20 @@ def ranges_forward(
     scale = kwargs.get("scaling")
     scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, kwargs.get("softcap"), kwargs.get("s_aux"))
     return ranges_attention(query, key, value, starts, scoring).transpose(1, 2).contiguous(), None
+
+
+def _is_masked_step(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bool:
+    """Whether one query per row shares keys with others in its group, under a mask that is the same for all heads."""
+    masked = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] == 1
+    return masked and query.shape[2] == 1 and query.shape[1] > key.shape[1]
+
+
+def _masked_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """A step of decoding into a static cache: the heads of a group become rows, where sdpa would repeat their keys."""
+    rows, heads, _, dim = query.shape
+    grouped = query.reshape(rows, key.shape[1], -1, dim)  # [B, H, G, D]
+    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    return output.reshape(rows, 1, heads, value.shape[-1])
 
 
 def _covered(
@@ -151,6 +175,17 @@ def _left_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int)
         return None
     real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     return (~real).sum(dim=1, keepdim=True).cpu() if bool((real[:, 1:] >= real[:, :-1]).all()) else None
+
+
+def _without_padding(mask_function: Callable[..., Tensor], attention_mask: Tensor) -> Callable[..., Tensor]:
+    """A mask function that hides what a padding mask `[B, n]` hides besides, and all positions from n on."""
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        width = attention_mask.shape[1]
+        real = attention_mask[row, key.clamp(max=width - 1)].bool() & (key < width)
+        return mask_function(row, head, query, key) & real
+
+    return sees
 
 
 def _first_visible(mask_function: Callable[..., Tensor], batch: int, queries: Tensor, kv_offset: int) -> Tensor:

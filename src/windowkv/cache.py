@@ -59,11 +59,9 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
     ) -> None:
         """See the class."""
         self.quantisation = Quantisation(kv_dtype, quantize)
-        if not isinstance(rollback, int) or isinstance(rollback, bool) or rollback < 0:
-            raise OptionError(f"rollback={rollback!r}: it is a number of tokens, an integer >= 0")
+        self.rollback = checked_rollback(rollback)
         self.layout = read_layout(config)
         self.quantisation.check(self.layout)
-        self.rollback = rollback
         self.history: TokenHistory | None = None  # the ids seen, once it was used in generate of an enabled model
         self.changes = Changes()
         # Not DynamicCache.__init__, which makes its own layers: that base is there for encoder-decoder caches to find.
@@ -106,14 +104,14 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
         Raises RollbackError when some layer cannot, or a change broke off; every layer is then as it was.
         """
-        count = _rollback_count(tokens_to_remove)
+        count = rollback_count(tokens_to_remove)
         if self.interrupted:
             raise RollbackError("a change of this cache did not end, and its layers may differ: reset it first")
         # What an encoder saw is no part of the text.
         encoder = {i for i, spec in enumerate(self.layout.layers) if spec.kind == "cross_attention"}
         layers = [layer for i, layer in enumerate(self.layers) if i not in encoder]
         for layer in layers:
-            _check_take_back(layer, count)
+            check_take_back(layer, count)
         with self._changing():
             for layer in layers:
                 # transformers' recording layers drop what they recorded at crop(0)
@@ -208,11 +206,11 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was, integers `[B']`. Raises InputError for a row that is not there."""
-        self._take_rows(self._checked_rows(beam_idx))
+        self._take_rows(checked_rows(beam_idx, self.rows))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only rows `indices`: integers `[B']`, or a mask `[B]`. Raises InputError for one that is not there."""
-        self._take_rows(self._checked_rows(indices))
+        self._take_rows(checked_rows(indices, self.rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself. Raises InputError below 1."""
@@ -239,26 +237,6 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
             super().reorder_cache(rows)
         if self.history is not None:
             self.history.take_rows(rows)
-
-    def _checked_rows(self, selection: Any) -> Tensor:
-        held = self.rows
-        try:
-            rows: Tensor = torch.as_tensor(selection)
-        except (TypeError, ValueError, RuntimeError) as why:
-            raise InputError(f"rows {selection!r}: they are integers, one for each row that is to be") from why
-        if rows.dtype == torch.bool:
-            if held is not None and rows.shape != (held,):
-                raise InputError(f"a mask of {rows.numel()} rows: this cache holds {held}")
-            rows = rows.nonzero().flatten()
-        if rows.ndim != 1 or (rows.numel() and (rows.is_floating_point() or rows.is_complex())):
-            raise InputError(f"rows {rows.tolist()}: they are integers, one for each row that is to be")
-        rows = rows.long()
-        # Asking an accelerator would wait for it at every step of a beam search.
-        if held is None:
-            return rows
-        if rows.device.type == "cpu" and rows.numel() and not (-held <= int(rows.min()) and int(rows.max()) < held):
-            raise InputError(f"rows {rows.tolist()}: this cache holds rows 0 to {held - 1}")
-        return rows.where(rows >= 0, rows + held)
 
 
 def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int, quantisation: Quantisation) -> list[Any]:
@@ -293,6 +271,34 @@ def _rows(layer: Any) -> int | None:
         return layer.buffer.rows
     held = getattr(layer, "keys", None)
     return held.shape[0] if held is not None and held.numel() else None
+
+
+def checked_rows(selection: Any, held: int | None) -> Tensor:
+    """Integers `[B']` of a selection from `held` rows, by integers or by a mask; InputError for rows not there."""
+    try:
+        rows: Tensor = torch.as_tensor(selection)
+    except (TypeError, ValueError, RuntimeError) as why:
+        raise InputError(f"rows {selection!r}: they are integers, one for each row that is to be") from why
+    if rows.dtype == torch.bool:
+        if held is not None and rows.shape != (held,):
+            raise InputError(f"a mask of {rows.numel()} rows: this cache holds {held}")
+        rows = rows.nonzero().flatten()
+    if rows.ndim != 1 or (rows.numel() and (rows.is_floating_point() or rows.is_complex())):
+        raise InputError(f"rows {rows.tolist()}: they are integers, one for each row that is to be")
+    rows = rows.long()
+    # Asking an accelerator would wait for it at every step of a beam search.
+    if held is None:
+        return rows
+    if rows.device.type == "cpu" and rows.numel() and not (-held <= int(rows.min()) and int(rows.max()) < held):
+        raise InputError(f"rows {rows.tolist()}: this cache holds rows 0 to {held - 1}")
+    return rows.where(rows >= 0, rows + held)
+
+
+def checked_rollback(rollback: Any) -> int:
+    """An integer >= 0. Raises OptionError otherwise."""
+    if not isinstance(rollback, int) or isinstance(rollback, bool) or rollback < 0:
+        raise OptionError(f"rollback={rollback!r}: it is a number of tokens, an integer >= 0")
+    return rollback
 
 
 def fork_layer(layer: Any) -> Any:
@@ -335,7 +341,8 @@ def _tensors(held: Any) -> Iterator[Tensor]:
         yield from _tensors(vars(held))
 
 
-def _rollback_count(tokens_to_remove: int) -> int:
+def rollback_count(tokens_to_remove: int) -> int:
+    """How many tokens a `crop` takes back. Raises RollbackError for an argument above 0."""
     try:
         count = -index(tokens_to_remove)  # older releases hand over a tensor
     except TypeError:
@@ -347,8 +354,9 @@ def _rollback_count(tokens_to_remove: int) -> int:
     return count
 
 
-def _check_take_back(layer: Any, count: int) -> None:
-    if isinstance(layer, BufferedLayer):
+def check_take_back(layer: Any, count: int) -> None:
+    """Raise RollbackError when a layer cannot take back that many tokens."""
+    if hasattr(layer, "buffer"):
         layer.buffer.check_take_back(count)
     elif count and not (layer.is_croppable and getattr(layer, "record_past", True) and _recorded(layer) >= count):
         raise RollbackError(

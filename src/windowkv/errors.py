@@ -24,6 +24,10 @@ class RollbackError(WindowKVError, RuntimeError):
     """More tokens to take back than a cache still can; the cache is unchanged."""
 
 
+class UnsupportedOperationError(WindowKVError, TypeError):
+    """Something that one kind of cache cannot do, and another can."""
+
+
 class UnsupportedModelError(WindowKVError, TypeError):
     """An object that `windowkv.enable` cannot serve."""
 

@@ -16,6 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers.generation import GenerationMode
 
 from windowkv.attention_interface import base_name, fast_name, is_plain_decoder
 from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache
@@ -35,10 +36,12 @@ from windowkv.layout import BIDIRECTIONAL_PROMPT, difference, read_layout
 from windowkv.prefix.prompt import Feed, feed_through, leaving_ends, stored_texts
 from windowkv.prefix.store import PrefixStore
 from windowkv.quantisation import Quantisation
+from windowkv.static_cache import SlidingWindowCache, checked_length
 
 logger = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT")
+OurCache = DynamicSlidingWindowCache | SlidingWindowCache
 
 _MAKES_CACHE, _FEEDS_PROMPT, _DRAFTS = "_prepare_cache_for_generation", "_prefill", "_get_candidate_generator"
 _GENERATES = "generate"
@@ -48,6 +51,8 @@ PREFILL_CHUNK = 1024
 _CHUNKS_AFTER_A_PAST = Version(transformers.__version__) >= Version(
     "5.23"
 )  # before, chunks repeat what a cache has seen
+# Static caches are made for multiples of so many tokens: another length is another graph.
+_LENGTH_STEP = 256
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,16 @@ class GenerationOptions:
     prefill_chunk: int | None
     prefix_store: PrefixStore | None
     quantisation: Quantisation
+    static: bool
+    max_cache_len: int | None
 
-    def new_cache(self, config: Any) -> DynamicSlidingWindowCache:
-        """An empty cache for a model with this config."""
+    def new_cache(self, config: Any, length: int, *, drafts: bool = False) -> OurCache:
+        """An empty cache for a model with this config, static ones for that many tokens.
+
+        A draft may be longer than what a static cache can take back.
+        """
+        if self.static and not drafts:
+            return SlidingWindowCache(config, length, rollback=self.rollback)
         return DynamicSlidingWindowCache(config, self.rollback, **asdict(self.quantisation))
 
 
@@ -73,6 +85,8 @@ def enable(
     prefix_store: PrefixStore | None = None,
     kv_dtype: str | None = None,
     quantize: str = "full",
+    cache: Literal["dynamic", "static"] = "dynamic",
+    max_cache_len: int | None = None,
 ) -> ModelT:
     """Make `DynamicSlidingWindowCache` the cache that `model.generate` makes when it is given none.
 
@@ -97,6 +111,11 @@ def enable(
             leave what they compute, single texts with their continuation.
         kv_dtype: as DynamicSlidingWindowCache.
         quantize: as DynamicSlidingWindowCache.
+        cache: "static" makes a `SlidingWindowCache` for each `generate` instead, around which transformers compiles the
+            model's forward where it does so for static caches (on accelerators); prompts are then read at once unless
+            prefill_chunk says otherwise, ids are not remembered, and caches for assisted decoding stay dynamic.
+        max_cache_len: the most tokens of a request with static caches, which are all made for that length, so that
+            nothing is compiled twice; None is what a request or an earlier one needs, in steps of 256.
 
     Raises:
         UnsupportedModelError: the object has no `generate` of transformers.
@@ -104,13 +123,17 @@ def enable(
             another model; the model is unchanged.
     """
     target = _generating(model)
+    static = _checked_static(target, cache, max_cache_len, prefix_store)
     chunk = _checked_chunk(prefill_chunk)
-    if prefill_chunk == "auto" and not is_plain_decoder(target):
+    if prefill_chunk == "auto" and (static or not is_plain_decoder(target)):
         chunk = None
-    options = GenerationOptions(rollback, chunk, prefix_store, Quantisation(kv_dtype, quantize))
+    options = GenerationOptions(rollback, chunk, prefix_store, Quantisation(kv_dtype, quantize), static, max_cache_len)
+    if static and kv_dtype is not None:
+        raise OptionError(f'kv_dtype={kv_dtype!r} with cache="static": static caches are not quantised')
     if attention not in ("auto", "model"):
         raise OptionError(f'attention={attention!r}: "auto" or "model"')
-    layout = options.new_cache(target.config).layout  # what cannot be served is said now, not while generating
+    # What cannot be served is said now, not while generating.
+    layout = options.new_cache(target.config, _LENGTH_STEP).layout
     if prefix_store is not None:
         if options.quantisation.kv_dtype is not None:
             raise OptionError(f"kv_dtype={kv_dtype!r} and a prefix_store: a store serves caches without kv_dtype")
@@ -158,6 +181,22 @@ def _checked_chunk(prefill_chunk: Any) -> int | None:
     if prefill_chunk is None or (isinstance(prefill_chunk, int) and prefill_chunk is not True and prefill_chunk > 0):
         return prefill_chunk
     raise OptionError(f'prefill_chunk={prefill_chunk!r}: a number of tokens >= 1, "auto", or None for no chunks')
+
+
+def _checked_static(model: Any, cache: Any, max_cache_len: int | None, prefix_store: PrefixStore | None) -> bool:
+    """Whether caches are to be static. Raises OptionError for what does not go together with that."""
+    if cache not in ("dynamic", "static"):
+        raise OptionError(f'cache={cache!r}: "dynamic" or "static"')
+    static = bool(cache == "static")
+    if max_cache_len is not None:
+        checked_length(max_cache_len)
+        if not static:
+            raise OptionError(f'max_cache_len={max_cache_len}: dynamic caches have no such length; use cache="static"')
+    if static and prefix_store is not None:
+        raise OptionError('prefix_store: what static caches hold is not stored; use cache="dynamic"')
+    if static and model.config.is_encoder_decoder:
+        raise OptionError(f'cache="static": {type(model).__name__} has an encoder; use cache="dynamic"')
+    return static
 
 
 def _generating(model: Any) -> Any:
@@ -216,9 +255,20 @@ class _Seam:
 class _CachePreparation(_Seam):
     """Which cache generate uses, and that it remembers what it is fed."""
 
-    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    longest: int = 0  # static caches so far: a shorter one would be compiled anew
+
+    def __call__(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+        **kwargs: Any,
+    ) -> None:
         """Let transformers decide whether a cache is made, and put ours in the place of a new dynamic one."""
         model, options = self.model, self.options
+        args = (generation_mode, batch_size, max_cache_length)
         prepare = partial(getattr(type(model), _MAKES_CACHE), model)
         handed = handed_cache(model_kwargs)
         if handed is not None or generation_config.cache_implementation != model.generation_config.cache_implementation:
@@ -227,11 +277,26 @@ class _CachePreparation(_Seam):
             without_default = copy.copy(generation_config)
             without_default.cache_implementation = None
             prepare(without_default, model_kwargs, *args, **kwargs)
-            _replace_caches(model_kwargs, options.new_cache(model.config), drafts=generation_config.is_assistant)
+            drafts = generation_config.is_assistant
+            drafted = drafts or generation_mode == GenerationMode.ASSISTED_GENERATION
+            ours = options.new_cache(model.config, self._length(max_cache_length), drafts=drafted)
+            _replace_caches(model_kwargs, ours, drafts=drafts)
         cache = handed_cache(model_kwargs)
-        if isinstance(cache, DynamicSlidingWindowCache) and _is_causal(model):
+        if isinstance(cache, OurCache) and _is_causal(model):
             _check_layout(cache, model.config)
+        if isinstance(cache, SlidingWindowCache):
+            cache.check_fits(max_cache_length)
+        elif isinstance(cache, DynamicSlidingWindowCache) and _is_causal(model):
             start_recording(cache)
+
+    def _length(self, needed: int) -> int:
+        """Tokens that a static cache is made for, when a request needs some."""
+        given: int | None = self.options.max_cache_len
+        if given is not None:
+            return given
+        length = -(-max(needed, 1) // _LENGTH_STEP) * _LENGTH_STEP
+        self.longest = max(self.longest, length)
+        return self.longest
 
 
 class _Prefill(_Seam):
@@ -245,6 +310,8 @@ class _Prefill(_Seam):
                 cache.deactivate_past_recording()
             if _is_causal(model):
                 _bring_to(cache, input_ids, generation_config, model_kwargs)
+        elif isinstance(cache, SlidingWindowCache) and _told(generation_config, model_kwargs) != input_ids.shape[1]:
+            cache.check_fits(cache.get_seq_length() + generation_config.max_length - 1)
         # This is generate's own copy of the config, made for one call.
         if generation_config.prefill_chunk_size is None and _can_be_chunked(model, model_kwargs):
             generation_config.prefill_chunk_size = self.options.prefill_chunk
@@ -290,6 +357,8 @@ class _Drafting(_Seam):
                 start_anew(cache)
             else:
                 check_continuable(cache, input_ids, told)
+        elif isinstance(cache, SlidingWindowCache) and _told(generation_config, model_kwargs) == input_ids.shape[1]:
+            cache.reset()  # the whole prompt is about to be fed
         choose = getattr(type(model), _DRAFTS)
         drafter = choose(model, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, **kwargs)
         if isinstance(cache, DynamicSlidingWindowCache):
@@ -332,7 +401,7 @@ def _told(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
     return int(mask.shape[1]) if mask.ndim == 2 else None
 
 
-def _check_layout(cache: DynamicSlidingWindowCache, config: Any) -> None:
+def _check_layout(cache: OurCache, config: Any) -> None:
     unlike = difference(cache.layout, read_layout(config))
     if unlike:
         raise InputError(f"this cache is for another model: {unlike}")
@@ -355,9 +424,9 @@ def _recording_hooks(model: Any) -> tuple[RemovableHandle, ...]:
     )
 
 
-def _replace_caches(model_kwargs: dict[str, Any], ours: DynamicSlidingWindowCache, *, drafts: bool) -> None:
+def _replace_caches(model_kwargs: dict[str, Any], ours: OurCache, *, drafts: bool) -> None:
     """Ours in the place of a plain dynamic cache; transformers' own of any other kind."""
-    if drafts:
+    if drafts and isinstance(ours, DynamicSlidingWindowCache):
         ours.activate_past_recording(drafts=True)
     for name in CACHE_NAMES:
         cache: Any = model_kwargs.get(name)
@@ -369,7 +438,7 @@ def _replace_caches(model_kwargs: dict[str, Any], ours: DynamicSlidingWindowCach
 
 def _can_be_chunked(model: Any, model_kwargs: dict[str, Any]) -> bool:
     cache = handed_cache(model_kwargs)
-    if not isinstance(cache, DynamicSlidingWindowCache) or model.config.is_encoder_decoder:
+    if not isinstance(cache, OurCache) or model.config.is_encoder_decoder:
         return False
     if cache.layout.foreign:  # several models compute something else when tokens come on top of a recurrent state
         return False

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from windowkv.errors import OptionError
 from windowkv.layout import CacheLayout, LayerSpec
 from windowkv.quantisation import PackedRetention, Quantisation
+from windowkv.window import Retention
+
+_COUNTER = 8  # bytes in which a static layer counts its tokens
 
 
 @dataclass(frozen=True)
@@ -57,28 +60,46 @@ def plan_layout(
     itemsize: int,
     rollback: int,
     quantisation: Quantisation | None = None,
+    max_cache_len: int | None = None,
 ) -> Plan:
-    """The plan of a cache with this layout. Raises OptionError, naming the value, for a count that is none."""
+    """The plan of a cache with this layout: of a static one for `max_cache_len` tokens, if that is given.
+
+    Raises OptionError, naming the value, for a count that is none, and for more tokens than a static cache takes.
+    """
     quantisation = quantisation or Quantisation()
     quantisation.check(layout)
-    for name, value, least in (("tokens", tokens, 0), ("batch_size", batch_size, 1), ("rollback", rollback, 0)):
+    limit = tokens if max_cache_len is None else max_cache_len
+    for name, value, least in (
+        ("tokens", tokens, 0),
+        ("batch_size", batch_size, 1),
+        ("rollback", rollback, 0),
+        ("max_cache_len", limit, 0 if max_cache_len is None else 1),
+    ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise OptionError(f"{name}={value!r}: it is an integer >= {least}")
+    if tokens > limit:
+        raise OptionError(f"tokens={tokens}: a static cache with max_cache_len={limit} takes no more than that")
     rows = batch_size * itemsize
-    layers = tuple(_plan_layer(spec, tokens, batch_size, itemsize, rollback, quantisation) for spec in layout.layers)
     whole = [tokens * rows * _width(spec) for spec in layout.layers]
-    # A layer's prompt, and what is packed of it while it lies beside what it is kept in.
-    one = [
-        prompt + quantisation.packing_nbytes(spec, batch_size, tokens)
-        for prompt, spec in zip(whole, layout.layers, strict=True)
-    ]
+    if max_cache_len is None:
+        layers = tuple(
+            _plan_layer(spec, tokens, batch_size, itemsize, rollback, quantisation) for spec in layout.layers
+        )
+        read = whole
+        # A layer's prompt, and what is packed of it while it lies beside what it is kept in.
+        packing = [quantisation.packing_nbytes(spec, batch_size, tokens) for spec in layout.layers]
+        peak = max((new + packed for new, packed in zip(whole, packing, strict=True)), default=0)
+    else:
+        layers = tuple(_plan_static_layer(spec, max_cache_len, rows, rollback) for spec in layout.layers)
+        read = [_copied(spec, tokens, max_cache_len, rollback) * rows * _width(spec) for spec in layout.layers]
+        peak = max((new + copy for new, copy in zip(whole, read, strict=True)), default=0)
     return Plan(
         tokens=tokens,
         batch_size=batch_size,
         itemsize=itemsize,
         layers=layers,
         baseline_bytes=sum(whole),
-        peak_prefill_bytes=sum(layer.nbytes for layer in layers) + max(one, default=0) + _lent(layout, whole),
+        peak_prefill_bytes=sum(layer.nbytes for layer in layers) + peak + _lent(layout, read),
         uncounted=layout.foreign,
     )
 
@@ -116,6 +137,19 @@ def _plan_layer(
     recent, packed = retention.recent.capacity(tokens), retention.packed.capacity(retention.packed_until(tokens))
     nbytes = rows * (recent * itemsize * _width(spec) + packed * quantisation.nbytes(spec))
     return LayerPlan(spec.kind, spec.window, recent + packed, nbytes)
+
+
+def _plan_static_layer(spec: LayerSpec, max_cache_len: int, rows: int, rollback: int) -> LayerPlan:
+    if not spec.buffered:
+        return LayerPlan(spec.kind, spec.window, 0, 0)
+    capacity = Retention(spec.window, rollback).ring(max_cache_len).capacity
+    return LayerPlan(spec.kind, spec.window, capacity, capacity * rows * _width(spec) + _COUNTER)
+
+
+def _copied(spec: LayerSpec, tokens: int, max_cache_len: int, rollback: int) -> int:
+    """Tokens of the temporary copy from which a static layer's prompt is attended; 0 where all lies in its slots."""
+    ring = Retention(spec.window, rollback).ring(max_cache_len)
+    return 0 if spec.window is None or tokens <= ring.room else spec.window - 1 + tokens
 
 
 def _width(spec: LayerSpec) -> int:

@@ -5,7 +5,7 @@ Knows where configs come from and what a torch dtype weighs. The arithmetic is i
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
@@ -29,14 +29,20 @@ def plan(
     rollback: int = ROLLBACK,
     kv_dtype: str | None = None,
     quantize: str = "full",
+    cache: Literal["dynamic", "static"] = "dynamic",
+    max_cache_len: int | None = None,
 ) -> Plan:
     """The bytes that a `DynamicSlidingWindowCache` will hold after `tokens` tokens in each of `batch_size` rows.
 
-    Equal to `cache.nbytes` to the byte, however the tokens come, as long as none was taken back. `config_or_path` is a
-    transformers config, or a model's folder, config.json, or name. `dtype` defaults to the config's own.
+    With cache="static", those of a `SlidingWindowCache` made for `max_cache_len` tokens (`tokens` unless given), which
+    are the same from the first token on. Equal to `cache.nbytes` to the byte, however the tokens come, as long as none
+    was taken back. `config_or_path` is a transformers config, or a model's folder, config.json, or name. `dtype`
+    defaults to the config's own.
 
     Raises ConfigError, ModelSourceError or OptionError, naming the value.
     """
+    if cache not in ("dynamic", "static") or (cache == "dynamic" and max_cache_len is not None):
+        raise OptionError(f'cache={cache!r} with max_cache_len={max_cache_len!r}: only cache="static" has that length')
     config = _config(config_or_path)
     return plan_layout(
         read_layout(config),
@@ -45,6 +51,7 @@ def plan(
         itemsize=_itemsize(dtype, config),
         rollback=rollback,
         quantisation=Quantisation(kv_dtype, quantize),
+        max_cache_len=tokens if cache == "static" and max_cache_len is None else max_cache_len,
     )
 
 

@@ -4,6 +4,7 @@ Knows positions and counts. Knows nothing of tensors, models or configs.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 def sees(query: int, key: int, window: int | None) -> bool:
@@ -55,6 +56,60 @@ def growing_capacity(held: int) -> int:
     while step < 1024 and held >= 16 * step:  # comparisons, not bit tricks: torch.compile keeps the count symbolic
         step *= 2
     return -(-held // step) * step
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A fixed number of slots that positions take in turns: position p lies in slot p % capacity.
+
+    At most `limit` tokens are ever fed; where there are slots for all of them, none is taken twice.
+
+    >>> ring = Retention(window=4, rollback=2).ring(limit=1000)
+    >>> ring.capacity, ring.wraps, ring.room
+    (16, True, 13)
+    """
+
+    window: int | None
+    capacity: int
+    limit: int
+    wraps: bool = field(init=False)  # whether new tokens come to take the slots of old ones
+    # The most tokens that can be written at once before the first of them has seen its whole tail.
+    room: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Work out once what every append asks for: a compiled one then does not depend on the limit."""
+        wraps = self.capacity < self.limit
+        tail = self.window - 1 if wraps and self.window is not None else 0
+        object.__setattr__(self, "wraps", wraps)
+        object.__setattr__(self, "room", self.capacity - tail)
+
+    def slots_of(self, positions: Any) -> Any:
+        """Where positions lie: integers, or integer tensors."""
+        # Where no slot is taken twice, a position beyond the limit is to fail, not to take the first one.
+        return positions % self.capacity if self.wraps else positions
+
+    def position(self, slot: Any, end: Any) -> Any:
+        """The newest position before `end` that a slot can hold, negative where it was never written.
+
+        Integers, or integer tensors.
+
+        >>> [Ring(window=2, capacity=4, limit=9).position(slot, 6) for slot in range(4)]
+        [4, 5, 2, 3]
+        """
+        return end - 1 - (end - 1 - slot) % self.capacity
+
+    def rollback_room(self, seen: int, furthest: int) -> int:
+        """How many tokens can be taken back and still leave the next query all that it may see.
+
+        `furthest` is the most tokens that were ever seen: what they overwrote stays lost.
+
+        >>> ring = Ring(window=4, capacity=32, limit=1000)
+        >>> ring.rollback_room(20, 32), ring.rollback_room(100, 100), ring.rollback_room(90, 100)
+        (20, 29, 19)
+        """
+        if self.window is None or furthest <= self.capacity:
+            return seen
+        return max(0, seen - (furthest - self.capacity + self.window - 1))
 
 
 @dataclass(frozen=True)
@@ -118,6 +173,19 @@ class Retention:
         """
         room = growing_capacity(seen)
         return room if self.bound is None else min(room, self.bound)
+
+    def ring(self, limit: int) -> Ring:
+        """The slots of a layer that is fed at most `limit` tokens, all of them allocated at once.
+
+        Nothing ever moves in a ring, so it needs no slack: what must be kept, one more, and up to a multiple of 16,
+        which kernels like. Always within the bound.
+
+        >>> Retention(window=512, rollback=64).ring(limit=4096).capacity
+        576
+        """
+        if self.kept is None:
+            return Ring(None, limit, limit)
+        return Ring(self.window, min(limit, -(-(self.kept + 1) // 16) * 16), limit)
 
     def append(self, span: Span, new: int, reach: int = 0) -> Append:
         """Decide an append without touching a tensor.

@@ -1,0 +1,148 @@
+"""`SlidingWindowCache`: many layers with fixed addresses as one cache, all or nothing, for compiled decoding.
+
+Knows which operation touches which layers. Knows nothing of how one layer stores its tokens.
+"""
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig, StaticCache
+
+from windowkv.cache import ROLLBACK, check_take_back, checked_rollback, checked_rows, rollback_count, storage_nbytes
+from windowkv.errors import ConfigError, InputError, OptionError, UnsupportedOperationError
+from windowkv.layout import CacheLayout, read_layout
+from windowkv.static_layers import FixedLayer
+from windowkv.window import Retention
+
+_ATTENTION = ("eager", "sdpa")  # what is told by a mask which key lies where; others take the order of keys for it
+
+
+class SlidingWindowCache(Cache):  # type: ignore[misc]
+    """A cache whose shapes and addresses never change, so that a compiled forward serves every step.
+
+    Layers with a window hold at most `window - 1 + rollback + slack` tokens, however large `max_cache_len` is, in a
+    ring: a new token takes the slot of the oldest, and nothing moves. Full layers hold `max_cache_len`. Layers of a
+    kind that windowkv does not store are those of transformers' `StaticCache`.
+
+    Args:
+        config: the model's config, or one that contains it as its text part.
+        max_cache_len: the most tokens that will be fed, prompt and continuation.
+        rollback: how far back from the furthest position reached `crop` can always go, in tokens.
+
+    Raises:
+        ConfigError: the config describes no causal decoder, contradicts itself, or names an attention implementation
+            that takes keys to be in order.
+        OptionError: max_cache_len is no integer >= 1, or rollback none >= 0.
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int, rollback: int = ROLLBACK) -> None:
+        """See the class."""
+        self._max_cache_len = checked_length(max_cache_len)
+        self.rollback = checked_rollback(rollback)
+        self.layout = read_layout(config)
+        _check_attention(config)
+        super().__init__(layers=_new_layers(config, self.layout, max_cache_len, rollback))
+
+    @property
+    def max_cache_len(self) -> int:
+        """The most tokens that may be fed."""
+        return self._max_cache_len
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct storages that the cache holds: none of keys and values before the first token."""
+        return storage_nbytes(self)
+
+    @property
+    def rows(self) -> int | None:
+        """How many texts it holds; None before the first."""
+        buffers = (layer.buffer for layer in self.layers if isinstance(layer, FixedLayer))
+        return next((buffer.rows for buffer in buffers if buffer.rows is not None), None)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """The next token's position, as a tensor, which nobody has to wait for."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer.buffer.seen.clone() if isinstance(layer, FixedLayer) else super().get_query_offset(layer_idx)
+
+    def check_fits(self, tokens: int) -> None:
+        """Raise InputError when that many tokens in all are more than the cache was made for."""
+        if tokens > self.max_cache_len:
+            raise InputError(
+                f"prompt and continuation need max_cache_len={tokens}, and this cache was made for "
+                f"max_cache_len={self.max_cache_len}: make a larger one, or ask for fewer new tokens"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back `-tokens_to_remove` tokens; 0 changes nothing.
+
+        Any point within `rollback` of the furthest position reached can be returned to, repeatedly; as long as no slot
+        was taken twice, any point at all. Raises RollbackError when some layer cannot; every layer is then as it was.
+        """
+        count = rollback_count(tokens_to_remove)
+        if not count:
+            return
+        for layer in self.layers:
+            check_take_back(layer, count)
+        for layer in self.layers:
+            layer.crop(-count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row `beam_idx[i]` was, in place: only rows that change are copied.
+
+        Raises InputError for a row that is not there, and for more or fewer rows than there are.
+        """
+        held = self.rows
+        rows = checked_rows(beam_idx, held)
+        if held is not None and len(rows) != held:
+            raise InputError(f"{len(rows)} rows: a static cache keeps the {held} that it was allocated for")
+        super().reorder_cache(rows)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """As `reorder_cache`: a static cache keeps its number of rows."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Raises InputError for anything but 1: a static cache keeps its number of rows."""
+        if repeats != 1:
+            raise InputError(f"repeats={repeats!r}: a static cache keeps the rows that it was allocated for")
+
+    def fork(self) -> NoReturn:
+        """Not of a static cache: raises UnsupportedOperationError."""
+        raise UnsupportedOperationError("a static cache shares no storage: fork a DynamicSlidingWindowCache")
+
+    def save(self, path: Any) -> NoReturn:
+        """Not of a static cache: raises UnsupportedOperationError."""
+        raise UnsupportedOperationError("a static cache is not saved: save a DynamicSlidingWindowCache")
+
+
+def checked_length(max_cache_len: Any) -> int:
+    """An integer >= 1. Raises OptionError otherwise."""
+    if not isinstance(max_cache_len, int) or isinstance(max_cache_len, bool) or max_cache_len < 1:
+        raise OptionError(f"max_cache_len={max_cache_len!r}: it is a number of tokens, an integer >= 1")
+    return max_cache_len
+
+
+def _check_attention(config: PreTrainedConfig) -> None:
+    name = getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
+    if name is not None and name.removeprefix("windowkv_") not in _ATTENTION:
+        raise ConfigError(
+            f"attention implementation {name!r}: a static cache keeps keys in slots that only a mask tells apart; "
+            f"use one of {', '.join(_ATTENTION)}, or a DynamicSlidingWindowCache"
+        )
+
+
+def _new_layers(config: PreTrainedConfig, layout: CacheLayout, max_cache_len: int, rollback: int) -> list[Any]:
+    """A layer per spec: ours where windowkv stores it, else the one that transformers makes for it."""
+    kinds = {spec.kind for spec in layout.layers}
+    if "cross_attention" in kinds:
+        raise ConfigError("layers that hold what an encoder saw have no static cache: use a DynamicSlidingWindowCache")
+    theirs: list[Any] = [None] * len(layout.layers)
+    if not all(spec.buffered for spec in layout.layers):
+        try:
+            theirs = StaticCache(config=config, max_cache_len=max_cache_len).layers
+        except KeyError as unknown:
+            raise ConfigError(f"transformers has no static layers of kind {unknown}") from unknown
+    return [
+        FixedLayer(Retention(spec.window, rollback).ring(max_cache_len)) if spec.buffered else layer
+        for spec, layer in zip(layout.layers, theirs, strict=False)
+    ]
