@@ -18,6 +18,7 @@ from moto.server import ThreadedMotoServer
 from torch import Tensor
 
 import windowkv
+from test_prefix_store import held_bytes
 from tiny import ARCHITECTURES, MODELS, STATEFUL, fed, generated, shared_model, tokens, uncached
 from windowkv import DynamicSlidingWindowCache, OptionError, PrefixStore, cache_file
 from windowkv.prefix.disk import DiskTier, scopes
@@ -216,6 +217,86 @@ def test_a_folder_that_is_lost_harms_nobody(tmp_path: Path, caplog: pytest.LogCa
     assert "was not written to its file" in caplog.text
     with pytest.raises(OptionError, match="File exists"):
         restarted("gemma3", tmp_path)
+
+
+def test_a_lookup_reads_no_file_that_cannot_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store = restarted("gemma3", tmp_path)
+    system, opened, read = tokens(1, 100), [], cache_file.read
+    monkeypatch.setattr(cache_file, "read", lambda path: opened.append(path) or read(path))
+    for request in range(12):
+        text = torch.cat((system, tokens(1, 20, seed=10 + request)), dim=1)
+        assert torch.equal(generated(model, text, 3), uncached(shared_model("gemma3"), text, 3))
+    assert opened == []
+    assert store.stats.nbytes == held_bytes(store)
+    _, other = restarted("gemma3", tmp_path)
+    for request in range(3):
+        assert other.lookup(torch.cat((system, tokens(1, 20, seed=50 + request)), dim=1)) is not None
+    assert len({path for path in opened if "p-" in str(path)}) == 1
+    assert other.stats.nbytes == held_bytes(other)
+
+
+def test_what_is_too_large_for_memory_is_handed_out_from_its_files(tmp_path: Path) -> None:
+    model, store = restarted("gemma3", tmp_path)
+    ids, more = tokens(1, 300), tokens(1, 9, seed=1)
+    store.insert(ids, filled(model, ids))
+    store.flush()
+    small = PrefixStore(1000, tmp_path)
+    small.bind(model)
+    cache = small.lookup(torch.cat((ids, more), dim=1))
+    assert cache is not None
+    torch.testing.assert_close(fed(model, cache, more), fed(model, filled(model, ids), more), atol=1e-4, rtol=0)
+    shorter = small.lookup(ids[:, :290])
+    assert shorter is not None
+    assert shorter.get_seq_length() == 289
+    assert (small.stats.hits, small.stats.refused, small.stats.nbytes) == (2, 0, 0)
+
+
+def test_one_text_with_more_room_replaces_one_with_less_byte_for_byte(tmp_path: Path) -> None:
+    model, store = restarted("mistral", tmp_path)
+    ids = tokens(1, 40)
+    store.insert(ids, filled(model, ids, rollback=20))
+    store.flush()
+    store.clear()
+    store.insert(ids, filled(model, ids, rollback=2))
+    assert store.lookup(torch.cat((ids[:, :25], tokens(1, 9, seed=4)), dim=1)) is not None
+    assert store.stats.nbytes == held_bytes(store)
+
+
+def test_files_that_cannot_be_reached_are_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store = restarted("gemma3", tmp_path)
+    ids, calls = tokens(1, 40), []
+
+    def broken(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        raise ConnectionError("no route")
+
+    for name in ("ls", "glob", "exists", "makedirs"):
+        monkeypatch.setattr(store._disk._files, name, broken)
+    for _ in range(3):
+        assert torch.equal(generated(model, ids, 5), uncached(shared_model("gemma3"), ids, 5))
+    assert (store.stats.hits, store.stats.disk_nbytes) == (2, 0)
+
+
+def test_a_folder_that_was_cleared_away_is_made_again(tmp_path: Path) -> None:
+    model, store = restarted("gemma3", tmp_path)
+    (scope,) = scopes(tmp_path)
+    (tmp_path / scope).rmdir()
+    ids = tokens(1, 40)
+    store.insert(ids, filled(model, ids))
+    store.flush()
+    assert len(files(tmp_path)) == 1
+
+
+def test_what_killed_writers_leave_goes(tmp_path: Path) -> None:
+    model, store = restarted("gemma3", tmp_path, max_disk_bytes=1 << 20)
+    (scope,) = scopes(tmp_path)
+    left = tmp_path / scope / ".0123456789abcdef.0123.windowkv-tmp"
+    left.mkdir()
+    (left / "file").write_bytes(b"x" * 1000)
+    ids = tokens(1, 40)
+    store.insert(ids, filled(model, ids))
+    store.flush()
+    assert not left.exists()
 
 
 def test_files_are_written_while_the_model_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import random
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 
 import windowkv
@@ -18,6 +20,7 @@ from tiny import (
     MODELS,
     STATEFUL,
     WINDOW,
+    build,
     cache_argument,
     counted,
     fed,
@@ -161,7 +164,20 @@ def test_texts_that_begin_alike_share_their_full_layers() -> None:
     assert store.stats.nbytes - alone == 4 * alone * 50 // 550
 
 
-@pytest.mark.parametrize("tokens_", [None, "text", [1.5], [[1], [2]], torch.zeros(2, 3).long(), torch.zeros(3)])
+@pytest.mark.parametrize(
+    "tokens_",
+    [
+        None,
+        "text",
+        [1.5],
+        [1j],
+        [[1], [2]],
+        torch.zeros(2, 3).long(),
+        torch.zeros(3),
+        torch.zeros(3).long().to("meta"),
+        torch.zeros(3).long().to_sparse(),
+    ],
+)
 def test_what_is_no_text_is_refused(tokens_: Any) -> None:
     _, store = served("mistral")
     with pytest.raises(InputError):
@@ -187,6 +203,14 @@ def test_caches_that_are_not_what_they_should_be_are_refused() -> None:
     for row in (-1, 2):
         with pytest.raises(InputError, match=f"row={row}: this cache holds rows 0 to 1"):
             store.insert(ids[0], cache, row=row)
+    for nothing in (None, hf.DynamicCache()):
+        with pytest.raises(InputError, match="a store keeps what a DynamicSlidingWindowCache holds"):
+            store.insert(ids[0], nothing)
+    for option in ({"row": "a"}, {"row": 0.5}, {"padding": "x"}):
+        with pytest.raises(InputError, match="an integer"):
+            store.insert(ids[0], cache, **option)
+    with pytest.raises(OptionError, match="rollback=-1"):
+        store.lookup(ids[0], rollback=-1)
     for padding in (-1, 31):
         with pytest.raises(InputError, match=f"padding={padding}: this cache has seen 30 tokens"):
             store.insert(ids[0], cache, padding=padding)
@@ -230,6 +254,13 @@ def test_a_store_serves_one_model() -> None:
     assert "_prefill" not in vars(other)
     with pytest.raises(OptionError, match="serves no model yet"):
         PrefixStore(MIB).lookup([1])
+    for no_model in (None, "x", torch.nn.Linear(2, 2)):
+        with pytest.raises(OptionError, match="a store serves a model of transformers"):
+            PrefixStore(MIB).bind(no_model)
+    with pytest.raises(OptionError, match="prefix_store='dir'"):
+        windowkv.enable(other, prefix_store="dir")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="directory=5"):
+        PrefixStore(MIB, directory=5)  # type: ignore[arg-type]
     for bad in (-1, 1.5, True, None):
         with pytest.raises(OptionError, match="max_bytes"):
             PrefixStore(bad)  # type: ignore[arg-type]
@@ -349,6 +380,59 @@ def test_what_changes_the_computation_is_never_mixed() -> None:
     hook.remove()
     assert torch.equal(reply(), reply(use_cache=False))
     assert (store.stats.hits, store.stats.entries) == (2, 4)
+
+
+@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
+def test_keys_that_follow_the_length_of_a_text_pass_the_store_by(rope: str) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8} if rope == "longrope" else {"factor": 4.0}
+    settings = {"rope_type": rope, "rope_theta": 10000.0, "original_max_position_embeddings": 32, **factors}
+    model = build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=None, rope_parameters=settings)
+    alone, store = copy.deepcopy(model), PrefixStore(64 * MIB)
+    windowkv.enable(model, prefix_store=store)
+    assert vars(model)["_prefill"].options.prefill_chunk is None
+    short, long = tokens(1, 20), joined(tokens(1, 20), tokens(1, 50, seed=1))
+    for text in (short, long, short):
+        assert torch.equal(generated(model, text, 5), generated(alone, text, 5))
+    assert store.stats.entries == 0
+    with pytest.raises(InputError, match="follow the length"):
+        store.insert(short, filled(model, short))
+
+
+def test_hooks_on_the_model_itself_pass_the_store_by() -> None:
+    model, store = served("mistral")
+    ids, other = tokens(1, 30), tokens(1, 30, seed=5)
+    generated(model, joined(ids, ids), 3)
+    hits, expected = store.stats.hits, uncached(shared_model("mistral"), other, 1)
+
+    def swap(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | ({"input_ids": other} if kwargs["input_ids"].shape[1] == 30 else {})
+
+    hook = model.register_forward_pre_hook(swap, with_kwargs=True, prepend=True)
+    assert torch.equal(generated(model, ids, 1), expected)
+    hook.remove()
+    assert store.stats.hits == hits
+
+
+def test_a_forked_process_goes_on_whatever_other_threads_did() -> None:
+    model, store = served("mistral")
+    ids, busy, done = tokens(1, 30), threading.Event(), threading.Event()
+    store.insert(ids, filled(model, ids))
+
+    def hold() -> None:
+        with store._lock:
+            busy.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    busy.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if store.stats.entries == 0 else 1)  # what was in the middle of something is dropped
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.stats.entries == 1
 
 
 def test_autocast_and_training_are_kept_apart() -> None:

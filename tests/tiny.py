@@ -7,7 +7,7 @@ window's edge could not fail.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -187,10 +187,15 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 def counted(model: Any) -> Iterator[list[int]]:
     """How many tokens go through the model, forward by forward."""
     widths: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    forward = model.forward
+
+    @wraps(forward)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        widths.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    model.forward = counting  # a hook might change what it sees, so that a prefix store steps aside
     try:
         yield widths
     finally:
-        hook.remove()
+        del model.forward

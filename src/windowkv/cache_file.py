@@ -55,7 +55,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], manifest:
     metadata = {_MANIFEST: json.dumps({"format": FORMAT, **manifest}), _CHECKSUM: _ZEROS.decode()}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
-        _remove_abandoned(target)
+        remove_abandoned(target.parent, _temporary_prefix(target))
         with _temporary(target) as temporary:
             save_file(contiguous, temporary, metadata=metadata)
             # The mode that the old file has, or what the umask leaves of a new one.
@@ -230,13 +230,13 @@ def _temporary_prefix(target: Path) -> str:
     return f".{xxh3_64_hexdigest(os.fsencode(target.name))}."
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Remove temporary folders of this target that no living writer holds."""
-    for folder in target.parent.glob(f"{_temporary_prefix(target)}*{_TEMPORARY}"):
+def remove_abandoned(folder: Path, prefix: str = "") -> None:
+    """Remove what killed writers left in a folder: temporary folders that begin so and that no living writer holds."""
+    for left in folder.glob(f"{prefix}*{_TEMPORARY}"):
         with suppress(OSError):
-            descriptor = _locked(folder)
+            descriptor = _locked(left)
             if descriptor is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(left, ignore_errors=True)
                 os.close(descriptor)
 
 

@@ -32,7 +32,7 @@ from windowkv.continuation import (
     start_recording,
 )
 from windowkv.errors import InputError, OptionError, UnsupportedModelError
-from windowkv.layout import BIDIRECTIONAL_PROMPT, difference, read_layout
+from windowkv.layout import BIDIRECTIONAL_PROMPT, difference, keys_follow_length, read_layout
 from windowkv.prefix.prompt import Feed, feed_through, leaving_ends, stored_texts
 from windowkv.prefix.store import PrefixStore
 from windowkv.quantisation import Quantisation
@@ -107,8 +107,9 @@ def enable(
             (images, embeddings), and the prompts of models with recurrent layers, are read at once.
         attention: "auto" computes only what each layer's window lets a query see, where that is known to give the
             model's own result, and otherwise does as "model", which leaves the model's attention as it is.
-        prefix_store: where prompts of ids alone, without padding, find what others had computed of their beginning, and
-            leave what they compute, single texts with their continuation.
+        prefix_store: where prompts of ids alone find what others had computed of their beginning, and leave what they
+            compute, single texts with their continuation. Padding on the left is no hindrance in full and sliding
+            layers.
         kv_dtype: as DynamicSlidingWindowCache.
         quantize: as DynamicSlidingWindowCache.
         cache: "static" makes a `SlidingWindowCache` for each `generate` instead, around which transformers compiles the
@@ -125,7 +126,7 @@ def enable(
     target = _generating(model)
     static = _checked_static(target, cache, max_cache_len, prefix_store)
     chunk = _checked_chunk(prefill_chunk)
-    if prefill_chunk == "auto" and (static or not is_plain_decoder(target)):
+    if prefill_chunk == "auto" and (static or not is_plain_decoder(target) or keys_follow_length(target.config)):
         chunk = None
     options = GenerationOptions(rollback, chunk, prefix_store, Quantisation(kv_dtype, quantize), static, max_cache_len)
     if static and kv_dtype is not None:
@@ -135,6 +136,8 @@ def enable(
     # What cannot be served is said now, not while generating.
     layout = options.new_cache(target.config, _LENGTH_STEP).layout
     if prefix_store is not None:
+        if not isinstance(prefix_store, PrefixStore):
+            raise OptionError(f"prefix_store={prefix_store!r}: a windowkv.PrefixStore")
         if options.quantisation.kv_dtype is not None:
             raise OptionError(f"kv_dtype={kv_dtype!r} and a prefix_store: a store serves caches without kv_dtype")
         prefix_store.bind(target)

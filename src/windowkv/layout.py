@@ -99,6 +99,15 @@ def read_layout(config: Any) -> CacheLayout:
     )
 
 
+def keys_follow_length(config: Any) -> bool:
+    """Whether keys are rotated by how long the whole text is, so that reading it in parts gives others."""
+    decoder = config.get_text_config(decoder=True)
+    told = [getattr(decoder, name, None) for name in ("rope_parameters", "rope_scaling")]
+    settings = [each for each in told if isinstance(each, dict)]
+    settings += [each for setting in settings for each in setting.values() if isinstance(each, dict)]
+    return any(each.get("rope_type", each.get("type")) in ("dynamic", "longrope") for each in settings)
+
+
 def _decoder_config(config: Any) -> Any:
     if not callable(getattr(config, "get_text_config", None)):
         raise ConfigError(f"{config!r} is no transformers config; pass model.config")

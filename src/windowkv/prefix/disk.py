@@ -5,6 +5,7 @@ the other layers, the ids, and the full layers' tokens after the last whole bloc
 nothing of caches.
 """
 
+import logging
 import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,7 +26,10 @@ from windowkv.errors import CacheFileError, OptionError
 from windowkv.prefix.tree import Ids
 
 Content = tuple[Mapping[str, Any], dict[str, Tensor]]  # manifest, and tensors by name
+logger = logging.getLogger(__name__)
+
 _SUFFIX = ".kv"
+_LOST = 30.0  # seconds for which no files are looked for when they could not be reached
 _FRESH = 1.0  # seconds for which a list of files is good enough: what others add meanwhile is computed anew
 
 
@@ -37,6 +41,7 @@ class Point:
     end: int  # tokens of its text
     base: int  # tokens that a text must share at least to be resumed from it
     base_key: str  # of those tokens
+    end_key: str  # of all of them
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class DiskTier:
             raise OptionError(f"directory={directory!r} cannot be used: {why}") from why
         self._local = "file" in np.atleast_1d(self._files.protocol)
         self._names: list[str] = []
-        self._listed = -inf  # when these were there, in seconds of the monotonic clock
+        self._listed = self._lost_until = -inf  # in seconds of the monotonic clock
 
     def keys(self, ids: Ids, lengths: Sequence[int]) -> dict[int, str]:
         """A key for each of some beginnings of a text: SHA-256 over the scope and the ids."""
@@ -91,17 +96,23 @@ class DiskTier:
         return keys
 
     def entries(self) -> list[Entry]:
-        """All files, in no order."""
-        with suppress(FileNotFoundError):
+        """All files, in no order; none where they cannot be reached."""
+        found: list[Any] = []
+        with self._reaching():
             found = self._files.ls(self._folder, detail=True, refresh=True)
-            return [_entry(info) for info in found if info["name"].endswith(_SUFFIX)]
-        return []
+        return [_entry(info) for info in found if info["name"].endswith(_SUFFIX)]
 
-    def points(self, ids: Ids) -> list[Point]:
-        """Those from which a text may be resumed, the furthest first."""
+    def points(self, ids: Ids) -> list[tuple[Point, int]]:
+        """Those from which a text can be resumed, and at which token at least, the furthest first.
+
+        Names tell that much: of a point that the text does not reach, or leaves, its base is sure.
+        """
         named = [point for name in self._point_names() if (point := _point(name)) and point.base < len(ids)]
-        keys = self.keys(ids, [point.base for point in named])
-        return sorted((p for p in named if keys[p.base] == p.base_key), key=lambda point: -point.end)
+        ends = [point.end for point in named if point.end <= len(ids)]
+        keys = self.keys(ids, [*(point.base for point in named), *ends])
+        found = [point for point in named if keys[point.base] == point.base_key]
+        reach = [min(p.end, len(ids) - 1) if keys.get(p.end) == p.end_key else p.base for p in found]
+        return sorted(zip(found, reach, strict=True), key=lambda each: (-each[1], -each[0].end))
 
     def has_point(self, key: str) -> bool:
         """Whether there is a point at the end of the text of that key."""
@@ -117,21 +128,21 @@ class DiskTier:
         They count as used unless they are not to be touched.
         """
         found: list[Content] = []
-        try:
-            with self._at_hand(names) as paths:
-                for path in paths:
+        with self._reaching(), self._at_hand(names) as paths:
+            for name, path in zip(names, paths, strict=True):
+                try:
                     found.append(cache_file.read(path))
-                    if self._local and touch:
+                except CacheFileError:
+                    self.remove(name)
+                    return None
+                if self._local and touch:
+                    with suppress(OSError):  # another process removed it just now
                         os.utime(path)
-        except CacheFileError:
-            self.remove(names[len(found)])
-            return None
-        except OSError:  # vanished, or not to be reached now
-            return None
-        return found
+        return found if len(found) == len(names) else None
 
     def write(self, name: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
         """Add a file; one of that name has the same content. Raises CacheFileError or OSError when it cannot be."""
+        self._files.makedirs(self._folder, exist_ok=True)  # it may have been cleared away
         if self._local:
             cache_file.write(self._path(name), tensors, manifest)
         else:
@@ -142,7 +153,7 @@ class DiskTier:
 
     def remove(self, name: str) -> None:
         """Remove a file that may be gone already."""
-        with suppress(OSError):
+        with self._reaching():
             self._files.rm_file(self._path(name))
         self._listed = -inf
 
@@ -153,6 +164,8 @@ class DiskTier:
         """
         if self.max_bytes is None:
             return 0
+        if self._local:
+            cache_file.remove_abandoned(Path(self._folder))
         entries = sorted(self.entries(), key=lambda entry: (entry.name in newest, entry.used))
         over = sum(entry.nbytes for entry in entries) - self.max_bytes
         removed = 0
@@ -173,14 +186,28 @@ class DiskTier:
             self._files.get([self._path(name) for name in names], [str(copy) for copy in copies])
             yield copies
 
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Take files that cannot be reached for files that are not there, and look for none for a while."""
+        try:
+            yield
+        except FileNotFoundError:
+            pass
+        except Exception as why:  # every filesystem has errors of its own
+            self._lost_until = monotonic() + _LOST
+            logger.warning("the files of a store cannot be reached: %s", why)
+
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name}{_SUFFIX}"
 
     def _point_names(self) -> list[str]:
         """The names of all points, as they were a moment ago."""
-        if monotonic() - self._listed > _FRESH:
+        now = monotonic()
+        if now < self._lost_until:
+            return []
+        if now - self._listed > _FRESH:
             self._names = []
-            with suppress(FileNotFoundError):
+            with self._reaching():
                 found = self._files.glob(f"{self._folder}/p-*{_SUFFIX}", **({} if self._local else {"refresh": True}))
                 self._names = [_name(path) for path in found]
             self._listed = monotonic()
@@ -224,7 +251,7 @@ def _point(name: str) -> Point | None:
     parts = name.split("-")
     if len(parts) != 5 or parts[0] != "p" or not (parts[1].isdigit() and parts[2].isdigit()):
         return None
-    return Point(name, int(parts[1]), int(parts[2]), parts[3])
+    return Point(name, int(parts[1]), int(parts[2]), parts[3], parts[4])
 
 
 def _entry(info: Mapping[str, Any]) -> Entry:

@@ -51,7 +51,6 @@ def is_as_given(model: Any) -> bool:
     hooks = (
         hook
         for module in model.modules()
-        if module is not model
         for each in (module._forward_hooks, module._forward_pre_hooks)
         for hook in each.values()
     )

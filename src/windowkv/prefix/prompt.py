@@ -4,6 +4,7 @@ Knows the arguments of generate's first forward. Knows nothing of how a model is
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,10 +15,14 @@ from torch import Tensor
 from windowkv.attention_interface import is_plain_decoder
 from windowkv.cache import DynamicSlidingWindowCache
 from windowkv.continuation import TEXT_INPUTS, handed_cache
+from windowkv.errors import InputError
 from windowkv.history import PADDING
+from windowkv.layout import keys_follow_length
 from windowkv.prefix.fingerprint import is_as_given
 from windowkv.prefix.store import PrefixStore
 from windowkv.prefix.texts import Text, texts_of
+
+logger = logging.getLogger(__name__)
 
 _FED: ContextVar[list[DynamicSlidingWindowCache] | None] = ContextVar("fed", default=None)  # in this generate
 # Windows that begin where the first forward ended: a text fed in two parts is another one to these.
@@ -39,6 +44,7 @@ def stored_texts(model: Any, cache: Any, input_ids: Tensor, model_kwargs: dict[s
         and {name for name, value in model_kwargs.items() if isinstance(value, Tensor)} <= TEXT_INPUTS
         and cache.get_seq_length() < input_ids.shape[1]
         and is_as_given(model)
+        and not keys_follow_length(model.config)
         and all(spec.kind != _FED_AT_ONCE for spec in cache.layout.layers)
     ):
         return None
@@ -83,8 +89,7 @@ def leaving_ends(store: PrefixStore) -> Iterator[None]:
         for cache in _FED.get() or ():
             if cache.rows == 1 and cache.history is not None and cache.history.complete and not cache.interrupted:
                 tokens = cache.history.tokens
-                for text in texts_of(tokens.clamp_min(0), tokens != PADDING, None) or ():
-                    store.insert(text.ids, cache, padding=text.padding)
+                _leave(store, cache, texts_of(tokens.clamp_min(0), tokens != PADDING, None) or [])
     finally:
         _FED.reset(token)
 
@@ -107,7 +112,10 @@ def _start_from(store: PrefixStore, cache: DynamicSlidingWindowCache, texts: lis
 def _leave(store: PrefixStore, cache: DynamicSlidingWindowCache, texts: list[Text]) -> None:
     for row, text in enumerate(texts):
         if text.padding < cache.get_seq_length():
-            store.insert(text.ids, cache, row=row, padding=text.padding)
+            try:
+                store.insert(text.ids, cache, row=row, padding=text.padding)
+            except InputError as why:  # somebody fed the cache besides: no reason for generate to fail
+                logger.warning("a beginning was not stored: %s", why)
 
 
 def _of_beginning(generation_config: Any, model_kwargs: dict[str, Any], width: int) -> tuple[Any, dict[str, Any]]:

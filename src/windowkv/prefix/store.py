@@ -14,11 +14,13 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from windowkv import cache_file
-from windowkv.cache import DynamicSlidingWindowCache
+from windowkv.cache import DynamicSlidingWindowCache, checked_rollback
 from windowkv.errors import InputError, OptionError
 from windowkv.history import TokenHistory
-from windowkv.layout import difference, read_layout
+from windowkv.layout import difference, keys_follow_length, read_layout
 from windowkv.prefix.disk import DiskTier
 from windowkv.prefix.files import read_point, write_point
 from windowkv.prefix.fingerprint import circumstances, fingerprint, weights_version
@@ -33,13 +35,14 @@ from windowkv.prefix.parts import (
     take_checkpoint,
 )
 from windowkv.prefix.texts import Text, Tokens, as_ids
-from windowkv.prefix.tree import Ids, Node, Tree, prune
+from windowkv.prefix.tree import Ids, Node, Tree, common_prefix, prune
 from windowkv.prefix.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
 
 _Node = Node[Block, Checkpoint]
 _Place = tuple[_Node, int]  # a checkpoint, and the token at which a text is resumed from it
+_STORES: "weakref.WeakSet[PrefixStore]" = weakref.WeakSet()  # of this process
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class PrefixStore:
             optional = name == "max_disk_bytes" and value is None
             if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise OptionError(f"{name}={value!r}: a number of bytes, an integer >= 0")
+        if directory is not None and not isinstance(directory, (str, os.PathLike)):
+            raise OptionError(f"directory={directory!r}: a path, or an fsspec URL")
         self.max_bytes, self.directory = max_bytes, directory
         self.namespace, self.max_disk_bytes = namespace, max_disk_bytes
         self._disk: DiskTier | None = None
@@ -100,6 +105,7 @@ class PrefixStore:
         self._recent: OrderedDict[_Node, Checkpoint] = OrderedDict()  # the least recently used first
         self._reach = 0  # most tokens that any checkpoint can go back
         self._stats = Stats()
+        _STORES.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PrefixStore":
         """A store with the same options that holds nothing: the copy of a model is another model."""
@@ -119,6 +125,8 @@ class PrefixStore:
 
     def bind(self, model: Any) -> None:
         """Serve this model, all of whose weights are read. Raises OptionError when it serves another, still there."""
+        if not isinstance(model, PreTrainedModel):
+            raise OptionError(f"a {type(model).__name__}: a store serves a model of transformers")
         with self._lock:
             bound = self._model and self._model()
             if bound is not None and bound is not model:
@@ -167,21 +175,23 @@ class PrefixStore:
 
         What several rows hold is put together, so that it is a copy.
         """
+        if rollback is not None:
+            checked_rollback(rollback)
         with self._lock:
             model = self._served()
-            for text in texts:
-                self._fetch(model, text.ids)
+            read = [self._fetch(model, text.ids) for text in texts]
             point, found = self._best_of_all(texts)
-            reused = sum(place[1] for place in found if place)
+            alone = read[0] if len(texts) == 1 else None
+            reused = sum(place[1] for place in found if place) if alone is None else alone.get_seq_length()
             self._stats = replace(
                 self._stats,
-                hits=self._stats.hits + bool(point),
-                misses=self._stats.misses + (not point),
+                hits=self._stats.hits + bool(reused),
+                misses=self._stats.misses + (not reused),
                 tokens_reused=self._stats.tokens_reused + reused,
                 tokens_computed=self._stats.tokens_computed + sum(len(text.ids) for text in texts) - reused,
             )
-            if not point:
-                return None
+            if alone is not None or not point:
+                return alone
             caches = [
                 place and self._handed_out(model, text.ids, *place, rollback)
                 for text, place in zip(texts, found, strict=True)
@@ -210,18 +220,21 @@ class PrefixStore:
                 change of it broke off.
             OptionError: the store serves no model.
         """
-        seen = cache.get_seq_length() - padding
-        ids = as_ids(tokens)[: max(0, seen)]
+        ids = as_ids(tokens)
         with self._lock:
             model = self._served()
             _check_cache(cache, model)
             _check_text(ids, cache, row, padding)
+            seen = cache.get_seq_length() - padding
+            ids = ids[:seen]
             if cache.extended:
                 return False
             if seen <= 0 or self._touched(ids):
                 return bool(seen > 0)
             checkpoint = take_checkpoint(cache, row, padding)
             node = self._add(ids, cache, checkpoint, row, padding)
+            if node is None:
+                self._stats = replace(self._stats, refused=self._stats.refused + 1)
             if self._disk is not None:
                 # What the store holds never changes, so that it can be written while the cache goes on.
                 kept = cache if node is None else self._handed_out(model, ids, node, len(ids), None)
@@ -231,6 +244,14 @@ class PrefixStore:
                 if node is None:
                     self._writer.wait()
             return node is not None
+
+    def _after_fork(self) -> None:
+        """Go on in a forked process, where the threads are gone that may have held the locks."""
+        idle = self._lock.acquire(blocking=False)
+        self._lock, self._writer = threading.RLock(), BackgroundWriter()
+        if not idle:  # another thread was in the middle of something
+            self._trees, self._recent = {}, OrderedDict()
+            self._stats = replace(self._stats, nbytes=0)
 
     @property
     def _tree(self) -> Tree[Block, Checkpoint]:
@@ -246,12 +267,13 @@ class PrefixStore:
         node, agreed = self._tree.match(ids)
         per_token = block_nbytes(take_block(cache, row, padding, padding + 1))
         if per_token * len(ids) + checkpoint.nbytes > self.max_bytes:
-            self._stats = replace(self._stats, refused=self._stats.refused + 1)
             return None
         if agreed != node.end:
             self._split(node, agreed)
         # The path first, so that nothing on it is evicted; then room for what it is to hold; then that.
         path = self._tree.add(ids)
+        if (replaced := path[-1].checkpoint) is not None:
+            self._count(-replaced.nbytes)
         path[-1].checkpoint = self._recent[path[-1]] = checkpoint
         self._reach = max(self._reach, checkpoint.room)
         self._evict(self.max_bytes - per_token * (len(ids) - agreed) - checkpoint.nbytes, keep=path[-1])
@@ -262,20 +284,30 @@ class PrefixStore:
                 self._count(block_nbytes(each.block))
         return path[-1]
 
-    def _fetch(self, model: Any, ids: Ids) -> None:
-        """Bring in what the files have of a text, when that is more than is held."""
+    def _fetch(self, model: Any, ids: Ids) -> DynamicSlidingWindowCache | None:
+        """Bring in what the files have of a text, when their names tell that it is more than is held.
+
+        What is too large to be held is the answer itself.
+        """
         if self._disk is None or len(ids) < 2:
-            return
-        held = self._best(ids, len(ids) - 1)
-        for point in self._disk.points(ids):
-            if min(point.end, len(ids) - 1) <= (held[1] if held else 0):
-                return
+            return None
+        for point, reach in self._disk.points(ids):
+            held = self._best(ids, len(ids) - 1)
+            if reach <= (held[1] if held else 0):
+                return None
             if (read := read_point(self._disk, point, model.config, model.device)) is None:
                 continue
             text, cache = read
-            if self._add(text, cache, take_checkpoint(cache, 0)) is not None:
-                self._stats = replace(self._stats, fetched=self._stats.fetched + 1)
-                held = self._best(ids, len(ids) - 1)
+            self._stats = replace(self._stats, fetched=self._stats.fetched + 1)
+            checkpoint = take_checkpoint(cache, 0)
+            if self._add(text, cache, checkpoint) is None:
+                agreed = min(common_prefix(text, ids), len(ids) - 1)
+                if len(text) - agreed > checkpoint.room:
+                    return None
+                cache.crop(agreed - len(text))
+                cache.history = TokenHistory(Text(ids).row(agreed))
+                return cache
+        return None
 
     def _touched(self, ids: Ids) -> bool:
         """Whether a text is held already; it counts as used then."""
@@ -384,7 +416,16 @@ class PrefixStore:
         self._stats = replace(self._stats, nbytes=self._stats.nbytes + nbytes)
 
 
-def _check_cache(cache: DynamicSlidingWindowCache, model: Any) -> None:
+def _forked() -> None:
+    for store in _STORES:
+        store._after_fork()
+
+
+def _check_cache(cache: Any, model: Any) -> None:
+    if not isinstance(cache, DynamicSlidingWindowCache):
+        raise InputError(f"a {type(cache).__name__}: a store keeps what a DynamicSlidingWindowCache holds")
+    if keys_follow_length(model.config):
+        raise InputError("the keys of this model follow the length of the whole text: no beginning serves another text")
     if cache.interrupted:
         raise InputError("a change of this cache did not end, and its layers may hold different tokens: reset it first")
     if cache.quantisation.kv_dtype is not None:
@@ -395,6 +436,9 @@ def _check_cache(cache: DynamicSlidingWindowCache, model: Any) -> None:
 
 def _check_text(ids: Ids, cache: DynamicSlidingWindowCache, row: int, padding: int) -> None:
     seen, rows, history = cache.get_seq_length(), cache.rows or 1, cache.history
+    for name, value in (("row", row), ("padding", padding)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InputError(f"{name}={value!r}: an integer")
     if not 0 <= row < rows:
         raise InputError(f"row={row}: this cache holds rows 0 to {rows - 1}")
     if not 0 <= padding <= seen:
@@ -402,6 +446,11 @@ def _check_text(ids: Ids, cache: DynamicSlidingWindowCache, row: int, padding: i
     if padding + len(ids) < seen:
         raise InputError(f"{len(ids)} ids for a cache that has seen {seen - padding} tokens")
     if history is not None:
+        ids = ids[: seen - padding]
         known = TokenHistory(history.tokens[row : row + 1] if history.rows > 1 else history.tokens)
         if known.common_prefix(Text(ids, padding).row(seen)) < len(history):
             raise InputError("this cache has seen other tokens than these ids")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -47,8 +47,9 @@ def as_ids(tokens: Tokens) -> Ids:
         raise InputError(f"tokens {tokens!r}: ids are a list of integers, or a tensor [n] or [1, n] of them") from why
     if tensor.ndim == 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
-    if tensor.ndim != 1 or (tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool)):
-        raise InputError(f"tokens {tensor.dtype} {list(tensor.shape)}: ids are integers, [n] or [1, n]")
+    other = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    if tensor.ndim != 1 or (tensor.numel() and other) or tensor.is_meta or tensor.layout != torch.strided:
+        raise InputError(f"tokens {tensor.dtype} {list(tensor.shape)} {tensor.layout}: ids are integers, [n] or [1, n]")
     ids = tensor.cpu().numpy()
     if len(ids) and not 0 <= ids.min() <= ids.max() <= np.iinfo(np.int32).max:
         raise InputError(f"tokens from {ids.min()} to {ids.max()}: ids are integers from 0 to {np.iinfo(np.int32).max}")

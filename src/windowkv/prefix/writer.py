@@ -7,8 +7,6 @@ import logging
 import threading
 from collections.abc import Callable
 
-from windowkv.errors import CacheFileError
-
 logger = logging.getLogger(__name__)
 
 
@@ -45,5 +43,5 @@ class BackgroundWriter:
 def _run(task: Callable[[], None]) -> None:
     try:
         task()
-    except (CacheFileError, OSError) as why:
+    except Exception as why:  # every filesystem has errors of its own
         logger.warning("a beginning was not written to its file: %s", why)
