@@ -127,11 +127,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--dtype", default="float32", help="what the model computes in")
+    parser.add_argument("--text", type=Path, help="another text, instead of Python's language reference")
     parser.add_argument("--rounds", type=int, default=24, help="tokens that are timed with each cache")
     options = parser.parse_args()
     model, tokenizer = demo_model.load(dtype=getattr(torch, options.dtype))
     windowkv.enable(model)
-    ids = tokenizer(python_documentation(), return_tensors="pt").input_ids[:, :LONG]
+    text = options.text.read_text() if options.text else python_documentation()
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :LONG]
+    if ids.shape[1] < LONG:
+        parser.error(f"{options.text} has {ids.shape[1]:,} tokens; {LONG:,} are needed")
     kinds: dict[Any, dict[str, Any]] = {None: {}}
     kinds |= {(name, which): {"kv_dtype": name, "quantize": which} for name, which in QUANTISED}
 
