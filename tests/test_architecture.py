@@ -36,6 +36,7 @@ ROWS = [
     {"prefix/files"},
     {"prefix/store"},
     {"prefix/prompt"},
+    {"seams"},
     {"integration", "demo_model", "measurement"},
     {"model_source"},
     {"planner"},
