@@ -32,7 +32,7 @@ ROWS = [
     {"layers", "static_layers", "architectures"},
     {"snapshot"},
     {"cache", "attention_interface"},
-    {"continuation", "persist", "prefix/parts", "prefix/disk", "static_cache"},
+    {"continuation", "persist", "prefix/parts", "prefix/disk", "prefix/admission", "static_cache"},
     {"prefix/files"},
     {"prefix/store"},
     {"prefix/prompt"},

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from windowkv import cache_file
 from windowkv.cache import DynamicSlidingWindowCache, checked_rollback
-from windowkv.errors import InputError, OptionError
+from windowkv.errors import OptionError
 from windowkv.history import TokenHistory
-from windowkv.layout import difference, keys_follow_length, read_layout
+from windowkv.prefix.admission import check_cache, check_text
 from windowkv.prefix.disk import DiskTier
 from windowkv.prefix.files import read_point, write_point
 from windowkv.prefix.fingerprint import circumstances, fingerprint, weights_version
@@ -223,8 +223,8 @@ class PrefixStore:
         ids = as_ids(tokens)
         with self._lock:
             model = self._served()
-            _check_cache(cache, model)
-            _check_text(ids, cache, row, padding)
+            check_cache(cache, model)
+            check_text(ids, cache, row, padding)
             seen = cache.get_seq_length() - padding
             ids = ids[:seen]
             if cache.extended:
@@ -419,37 +419,6 @@ class PrefixStore:
 def _forked() -> None:
     for store in _STORES:
         store._after_fork()
-
-
-def _check_cache(cache: Any, model: Any) -> None:
-    if not isinstance(cache, DynamicSlidingWindowCache):
-        raise InputError(f"a {type(cache).__name__}: a store keeps what a DynamicSlidingWindowCache holds")
-    if keys_follow_length(model.config):
-        raise InputError("the keys of this model follow the length of the whole text: no beginning serves another text")
-    if cache.interrupted:
-        raise InputError("a change of this cache did not end, and its layers may hold different tokens: reset it first")
-    if cache.quantisation.kv_dtype is not None:
-        raise InputError(f"a cache with kv_dtype={cache.quantisation.kv_dtype!r}: a store keeps what is not quantised")
-    if unlike := difference(cache.layout, read_layout(model.config)):
-        raise InputError(f"this cache is for another model: {unlike}")
-
-
-def _check_text(ids: Ids, cache: DynamicSlidingWindowCache, row: int, padding: int) -> None:
-    seen, rows, history = cache.get_seq_length(), cache.rows or 1, cache.history
-    for name, value in (("row", row), ("padding", padding)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise InputError(f"{name}={value!r}: an integer")
-    if not 0 <= row < rows:
-        raise InputError(f"row={row}: this cache holds rows 0 to {rows - 1}")
-    if not 0 <= padding <= seen:
-        raise InputError(f"padding={padding}: this cache has seen {seen} tokens")
-    if padding + len(ids) < seen:
-        raise InputError(f"{len(ids)} ids for a cache that has seen {seen - padding} tokens")
-    if history is not None:
-        ids = ids[: seen - padding]
-        known = TokenHistory(history.tokens[row : row + 1] if history.rows > 1 else history.tokens)
-        if known.common_prefix(Text(ids, padding).row(seen)) < len(history):
-            raise InputError("this cache has seen other tokens than these ids")
 
 
 if hasattr(os, "register_at_fork"):
