@@ -158,6 +158,19 @@ def test_early_initialization_fixes_the_shapes_and_holds_nothing() -> None:
     torch.testing.assert_close(fed(model, cache, ids, 20), logits(model, ids), atol=1e-4, rtol=0)
 
 
+def test_rows_that_stay_are_not_copied() -> None:
+    model = shared_model("gemma3")
+    cache = DynamicSlidingWindowCache(model.config)
+    fed(model, cache, tokens(3, 20), 20)
+    before = [storage.data_ptr() for layer in cache.layers for storage in layer.buffer.storages]
+    cache.reorder_cache(torch.tensor([0, 1, 2]))
+    cache.batch_select_indices(torch.tensor([True, True, True]))
+    cache.batch_repeat_interleave(1)
+    assert [storage.data_ptr() for layer in cache.layers for storage in layer.buffer.storages] == before
+    cache.reorder_cache(torch.tensor([0, 2, 1]))
+    assert [storage.data_ptr() for layer in cache.layers for storage in layer.buffer.storages] != before
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

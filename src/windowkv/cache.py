@@ -232,6 +232,9 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         self.changes.end()
 
     def _take_rows(self, rows: Tensor) -> None:
+        # Beams often stay as they are. Asking an accelerator would wait for it.
+        if rows.device.type == "cpu" and self.rows == len(rows) and torch.equal(rows, torch.arange(len(rows))):
+            return
         # Some of transformers' own layers know no other selection of rows than this one.
         with self._changing():
             super().reorder_cache(rows)
