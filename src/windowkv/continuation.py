@@ -143,7 +143,7 @@ def check_continuable(cache: DynamicSlidingWindowCache, ids: Tensor, told: int |
     _check_whole(cache)
     check_rows(cache, ids)
     seen, new = cache.get_seq_length(), ids.shape[1]
-    if told is not None and told != seen + new:
+    if told is not None and seen and told != seen + new:
         raise InputError(
             f"a mask of {told} for {new} new tokens on top of the {seen} that this cache has seen: it has "
             f"{seen + new}. The last token that generate returns was not fed yet: it is the first of the new ones"
