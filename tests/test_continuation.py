@@ -1,6 +1,7 @@
 """generate on a cache that has seen another text: back to where they agree, or anew; never a wrong token."""
 
 import copy
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,32 @@ def test_drafts_are_held_no_longer_than_generate_drafts(then: str) -> None:
         fed(model, cache, more, 900)
     planned = windowkv.plan(model.config, tokens=cache.get_seq_length(), rollback=2, dtype=torch.float32)
     assert cache.nbytes == planned.total_bytes
+
+
+def test_drafts_that_broke_off_end_no_later_ones() -> None:
+    model, ids, kept, calls = enabled("mistral", rollback=0), tokens(1, 30), [], []
+    drafter = MODELS["phi3"]()
+    drafter.generation_config.num_assistant_tokens = 60
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    drafter.generation_config.assistant_confidence_threshold = 0
+    cache = DynamicSlidingWindowCache(model.config, rollback=0)
+
+    def stop(all_ids: Tensor, scores: Tensor, **options: Any) -> Tensor:
+        calls.append(all_ids)
+        if len(calls) == 2:
+            raise Stop
+        if len(calls) > 2:
+            kept.clear()
+            gc.collect()
+        return torch.zeros(1, dtype=torch.bool)
+
+    options: dict[str, Any] = {"assistant_model": drafter, "stopping_criteria": [stop], **cache_argument(model, cache)}
+    try:
+        generated(model, ids, 70, **options)
+    except Stop as stopped:
+        kept.append(stopped)
+    assert kept
+    assert torch.equal(generated(model, ids, 70, **options), uncached(shared_model("mistral"), ids, 70))
 
 
 def test_a_call_that_fails_before_any_layer_leaves_the_cache_whole(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ _CHUNKS_AFTER_A_PAST = Version(transformers.__version__) >= Version(
 )  # before, chunks repeat what a cache has seen
 # Static caches are made for multiples of so many tokens: another length is another graph.
 LENGTH_STEP = 256
+_DRAFTERS: "weakref.WeakKeyDictionary[DynamicSlidingWindowCache, Any]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,10 @@ class Drafting(Seam):
         choose = getattr(type(model), DRAFTS)
         drafter = choose(model, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, **kwargs)
         if isinstance(cache, DynamicSlidingWindowCache):
-            weakref.finalize(drafter, _end_drafts, weakref.ref(cache))  # it lives as long as generate drafts
+            if (earlier := _DRAFTERS.get(cache)) is not None:
+                earlier.detach()  # an exception that is still kept may keep that drafter too
+            # It lives as long as generate drafts.
+            _DRAFTERS[cache] = weakref.finalize(drafter, _end_drafts, weakref.ref(cache))
         return drafter
 
 
