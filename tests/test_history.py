@@ -108,3 +108,20 @@ def test_it_is_copied_and_pickled_with_its_cache() -> None:
     for twin in (copy.deepcopy(history([[1, 2]])), pickle.loads(pickle.dumps(history([[1, 2]])))):
         twin.append(torch.tensor([[3]]))
         assert twin.tokens.tolist() == [[1, 2, 3]]
+
+
+def test_padding_is_known_of_rows_that_come_and_go() -> None:
+    ids = torch.tensor([[3], [3]])
+    known = history([[PADDING, 2], [1, 2]])
+    assert known.under(None, ids).tolist() == [[MISSED], [3]]
+    known.append(ids)
+    assert known.under(None, ids).tolist() == [[MISSED], [3]]
+    known.append(torch.tensor([[4], [PADDING]]))
+    assert known.under(None, ids).tolist() == [[MISSED], [MISSED]]
+    known.truncate(3)
+    assert known.under(None, ids).tolist() == [[MISSED], [3]]
+    known.take_rows(torch.tensor([1, 0]))
+    assert known.under(None, ids).tolist() == [[3], [MISSED]]
+    known.take_rows(torch.tensor([0]))
+    known.append(torch.tensor([[7], [8]]))  # one row that serves two
+    assert known.under(None, ids).tolist() == [[3], [3]]

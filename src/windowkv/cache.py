@@ -146,6 +146,14 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         ends = {layer.get_seq_length() for layer in self.layers if isinstance(layer, BufferedLayer)}
         return self.changes.broken or len(ends) > 1
 
+    def check_whole(self) -> None:
+        """Raise InputError when a change broke off."""
+        if self.interrupted:
+            raise InputError(
+                "a change of this cache did not end, and its layers may hold different tokens: "
+                "pass the whole text to generate, or call cache.reset() first"
+            )
+
     @property
     def extended(self) -> bool:
         """Whether a model added layers of its own, as one does that runs some of its layers several times."""
@@ -171,10 +179,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         InputError when a forward into the cache broke off, so that its layers hold different tokens, or when the model
         added layers of its own to it.
         """
-        if self.interrupted:
-            raise InputError(
-                "a change of this cache did not end, and its layers may hold different tokens: reset it first"
-            )
+        self.check_whole()
         if self.extended:
             raise InputError(
                 f"this cache has {len(self.layers)} layers, and the model's config says {len(self.layout.layers)}: the "

@@ -49,7 +49,7 @@ def before_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     Raises InputError when an earlier change broke off.
     """
     if (cache := _recording(_named(module, args, kwargs))) is not None:
-        _check_whole(cache)
+        cache.check_whole()
         cache.changes.begin()
         if cache.layout.foreign:  # their states are written by model code, past the cache
             cache.changes.touch()
@@ -140,7 +140,7 @@ def check_continuable(cache: DynamicSlidingWindowCache, ids: Tensor, told: int |
 
     told: of how many tokens in all the attention mask tells, where there is one.
     """
-    _check_whole(cache)
+    cache.check_whole()
     check_rows(cache, ids)
     seen, new = cache.get_seq_length(), ids.shape[1]
     if told is not None and seen and told != seen + new:
@@ -178,11 +178,3 @@ def _recording(arguments: dict[str, Any]) -> DynamicSlidingWindowCache | None:
         return None
     cache = handed_cache(arguments)
     return cache if isinstance(cache, DynamicSlidingWindowCache) and cache.history is not None else None
-
-
-def _check_whole(cache: DynamicSlidingWindowCache) -> None:
-    if cache.interrupted:
-        raise InputError(
-            "a change of this cache did not end, and new tokens alone cannot mend it: "
-            "pass the whole text, or call cache.reset() first"
-        )

@@ -39,6 +39,7 @@ class TokenHistory:
         """Start with integers `[B, n]`, or with nothing."""
         self._parts = [] if tokens is None else [tokens.to(torch.int32)]
         self._length = 0 if tokens is None else tokens.shape[1]
+        self._padded: Tensor | None = None  # which rows hold padding, bool [B, 1], once that is asked for
 
     def __len__(self) -> int:
         """Tokens fed."""
@@ -54,9 +55,11 @@ class TokenHistory:
 
         mask: what hides tokens, of all fed so far and the new ones, `[B, n]`; None hides nothing.
         """
-        past = self.tokens.to(ids.device)
         if mask is None:
-            return ids.masked_fill((past == PADDING).any(dim=1, keepdim=True), MISSED)
+            if self._padded is None:
+                self._padded = _holds_padding(self.tokens)
+            return ids.masked_fill(self._padded.to(ids.device), MISSED)
+        past = self.tokens.to(ids.device)
         whole = self._length + ids.shape[1]
         if mask.shape[1] < whole:
             return torch.full_like(ids, MISSED)
@@ -84,6 +87,8 @@ class TokenHistory:
             [*self._parts, ids.to(torch.int32)] if len(self._parts) < _PARTS else [self.tokens, ids.to(torch.int32)]
         )
         self._length += ids.shape[1]
+        if self._padded is not None:
+            self._padded = self._padded.to(ids.device) | _holds_padding(ids)
 
     def append_same(self, mark: int, count: int) -> None:
         """Add UNKNOWN or MISSED tokens; none for a count below 1."""
@@ -93,12 +98,12 @@ class TokenHistory:
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
         if length < self._length:
-            self._parts, self._length = [self.tokens[:, :length]], length
+            self._parts, self._length, self._padded = [self.tokens[:, :length]], length, None
 
     def take_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was, integers `[B']`."""
         if self.rows > 1:
-            self._parts = [self.tokens.index_select(0, rows.to(self.tokens.device))]
+            self._parts, self._padded = [self.tokens.index_select(0, rows.to(self.tokens.device))], None
 
     def common_prefix(self, ids: Tensor) -> int:
         """How many of the first tokens agree with ids `[B, n]`, in every row."""
@@ -115,3 +120,8 @@ class TokenHistory:
     def fork(self) -> "TokenHistory":
         """An independent history of the same tokens, which it shares."""
         return copy.copy(self)  # no part is ever changed, and no list of them
+
+
+def _holds_padding(ids: Tensor) -> Tensor:
+    """Which rows of ids `[B, n]` hold padding, bool `[B, 1]`."""
+    return (ids == PADDING).any(dim=1, keepdim=True)

@@ -19,8 +19,7 @@ def check_cache(cache: Any, model: Any) -> None:
         raise InputError(f"a {type(cache).__name__}: a store keeps what a DynamicSlidingWindowCache holds")
     if keys_follow_length(model.config):
         raise InputError("the keys of this model follow the length of the whole text: no beginning serves another text")
-    if cache.interrupted:
-        raise InputError("a change of this cache did not end, and its layers may hold different tokens: reset it first")
+    cache.check_whole()
     if cache.quantisation.kv_dtype is not None:
         raise InputError(f"a cache with kv_dtype={cache.quantisation.kv_dtype!r}: a store keeps what is not quantised")
     if unlike := difference(cache.layout, read_layout(model.config)):
