@@ -4,6 +4,7 @@ import signal
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,3 +17,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-architecture", action="store_true", help="test all of transformers' architectures, not a sample"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The same examples in every run, so that a change passes or fails by itself; new ones with all architectures."""
+    hypothesis.settings.register_profile("same", derandomize=True)
+    if not config.getoption("--every-architecture"):
+        hypothesis.settings.load_profile("same")

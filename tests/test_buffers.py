@@ -70,7 +70,7 @@ class BufferMachine(RuleBasedStateMachine):
         count = data.draw(st.integers(0, new))
         self.buffer.take_back(count)
         self.buffer.recording = Recording()
-        self.rows = [row[: len(row) - count] for row in self.rows]
+        self.keep(len(self.rows[0]) - count)
 
     @rule(count=st.integers(0, 40))
     def take_back(self, count: int) -> None:
@@ -84,7 +84,12 @@ class BufferMachine(RuleBasedStateMachine):
             except RollbackError:
                 assert self.buffer.span == before.span
                 return
-        self.rows = [row[: seen - count] for row in self.rows]
+        self.keep(seen - count)
+
+    def keep(self, seen: int) -> None:
+        self.rows = [row[:seen] for row in self.rows]
+        if not seen:
+            self.furthest = 0  # the storage is freed: a buffer without tokens is as good as new
 
     @precondition(lambda self: self.buffer.storages)
     @rule(data=st.data())
