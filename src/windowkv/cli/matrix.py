@@ -97,6 +97,10 @@ missing, say), its text part was examined: the class tells.
 
 {operations}
 
+`SlidingWindowCache` is static, with room for all tokens and a draft. `int8` is a `DynamicSlidingWindowCache` with
+`kv_dtype="int8"`: none of these texts is long enough for tokens to be packed, so nothing may differ; the tests bound
+what packing does to the logits of a longer one.
+
 "same" means that all of them agree, as far as the cache has such an operation; else those are named that do not, with
 the number of the reason. `windowkv doctor MODEL` shows the same for one model, cell by cell.
 
