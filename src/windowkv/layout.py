@@ -21,7 +21,7 @@ _KINDS = {
 }
 _WINDOW_NAMES = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}
 # The config names a window that the modeling code never applies: dropping tokens would change what these compute.
-WINDOW_NOT_APPLIED = frozenset(
+_WINDOW_NOT_APPLIED = frozenset(
     {"kyutai_speech_to_text", "moshi", "moshi_depth", "qwen3_omni_moe_talker_text", "qwen3_omni_moe_text"}
 )
 # Attention whose sliding layers have more heads of keys and values than the config says: how many times as many.
@@ -141,7 +141,7 @@ def _kinds(decoder: Any, layer_configs: Sequence[Any]) -> list[str]:
     if layer_types is None:
         layer_types = [_inferred_type(layer_config) for layer_config in layer_configs]
     kinds = [_KINDS.get(layer_type, layer_type) for layer_type in layer_types]
-    if decoder.model_type in WINDOW_NOT_APPLIED:
+    if decoder.model_type in _WINDOW_NOT_APPLIED:
         kinds = ["full" if kind in _WINDOW_NAMES else kind for kind in kinds]
     # These hold what an encoder saw, so their length is not the number of tokens.
     cross = getattr(decoder, "cross_attention_layers", None) or ()

@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedConfig, StaticCache
 
 from windowkv.cache import ROLLBACK, check_take_back, checked_rollback, checked_rows, rollback_count, storage_nbytes
 from windowkv.errors import ConfigError, InputError, OptionError, UnsupportedOperationError
-from windowkv.layout import WINDOW_NOT_APPLIED, CacheLayout, read_layout
+from windowkv.layout import CacheLayout, read_layout
 from windowkv.static_layers import FixedLayer
 from windowkv.window import Retention
 
@@ -48,7 +48,7 @@ class SlidingWindowCache(Cache):  # type: ignore[misc]
         self.rollback = checked_rollback(rollback)
         self.layout = read_layout(config)
         _check_attention(config)
-        _check_masks(config)
+        _check_masks(config, self.layout)
         super().__init__(layers=_new_layers(config, self.layout, max_cache_len, rollback))
 
     @property
@@ -139,10 +139,11 @@ def _check_attention(config: PreTrainedConfig) -> None:
         )
 
 
-def _check_masks(config: PreTrainedConfig) -> None:
+def _check_masks(config: PreTrainedConfig, layout: CacheLayout) -> None:
     decoder = config.get_text_config(decoder=True)
     window = getattr(decoder, "sliding_window", None)
-    if decoder.model_type in WINDOW_NOT_APPLIED and window is not None:
+    slides = "sliding_attention" in getattr(decoder, "layer_types", ["sliding_attention"])  # as generate sees it
+    if window is not None and slides and "sliding" not in {spec.kind for spec in layout.layers}:
         raise ConfigError(
             f"{type(decoder).__name__} names a sliding_window={window!r} that its model never applies, and generate "
             "would apply to a static cache: use a DynamicSlidingWindowCache, or sliding_window=None"

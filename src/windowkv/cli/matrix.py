@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -174,7 +174,8 @@ def _caches(examined: "Examined") -> list[str]:
 
 
 def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(first, title=Text(title), title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    name = Column(first, no_wrap=True)  # the headers of caches may be cut first
+    table = Table(name, title=Text(title), title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     for header in others:
         table.add_column(header, overflow="fold")
     return table
