@@ -403,12 +403,13 @@ def test_plan_answers_both_questions_at_once(command: Command, model: str) -> No
 # -- doctor
 
 
-def test_doctor_shows_what_works_with_a_model(command: Command, model: str) -> None:
+def test_doctor_shows_what_works_with_a_model(command: Command, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
     code, out, err = command("doctor", model)
     assert code == 0
     assert "a tiny Gemma3ForCausalLM" in out
-    assert {"DynamicCache", "StaticCache", "enable"} <= set(out.split())
-    assert re.search(r"two turns +same +same +same +same", out)
+    assert {"DynamicCache", "StaticCache", "enable", "int8"} <= set(out.split())
+    assert re.search(r"two turns +same +same +same +same +same +same", out)
     assert re.search(r"^crop +refused \(1\)", out.replace("  crop", "crop"), flags=re.MULTILINE)
     assert "(1) refused, because `crop` was called, but" in out
     assert "save and load ..." in err
@@ -450,11 +451,14 @@ def test_doctor_says_in_one_line_of_what_no_tiny_twin_can_be_made(command: Comma
 def test_doctor_of_all_architectures_names_what_is_not_the_same_with_its_reason(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
     configs = [("mistral", hf.MistralConfig()), ("moshi", hf.MoshiConfig()), ("bart", hf.BartConfig())]
     monkeypatch.setattr("windowkv.architectures.windowed_configs", lambda: iter(configs))
     page = command("doctor", "--all", "--markdown").out
     assert re.search(
-        r"\| `mistral` \| `MistralForCausalLM` \| all but crop \(1\).* \| all but .* \| same \| same \|", page
+        r"\| `mistral` \| `MistralForCausalLM` \| all but crop \(1\).* \| all but .* \| same \| same \| "
+        r"all but fork \(\d\), save and load \(\d\) \| same \|",
+        page,
     )
     assert "\n1. refused, because `crop` was called" in page
     assert ". failure: other tokens than without a cache\n" in page

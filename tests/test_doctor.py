@@ -1,5 +1,6 @@
 """Whose fault it is: what doctor says of caches that are known to be wrong, or to lack something."""
 
+from dataclasses import replace
 from typing import Any
 
 import transformers as hf
@@ -51,7 +52,16 @@ def test_a_window_that_no_code_applies_is_none_with_windowkv() -> None:
     model = tiny_model(hf.MoshiConfig())
     for kind in CACHES:
         if kind.ours:
-            assert set(outcomes(model, kind)) == {Outcome.SAME}
+            static = kind.name == "SlidingWindowCache"  # generate masks what such a cache holds itself, by the window
+            assert set(outcomes(model, kind)) == {Outcome.REFUSED if static else Outcome.SAME}
+
+
+def test_a_static_cache_may_have_the_faults_of_a_static_one() -> None:
+    model = tiny_model(hf.MoshiConfig())
+    static = next(kind for kind in CACHES if kind.name == "StaticCache")
+    plain = CacheKind("plain", static.new)
+    assert outcomes(model, plain, "generate past the window") == [Outcome.FAILURE]
+    assert outcomes(model, replace(plain, theirs=(static.new,)), "generate past the window") == [Outcome.THEIRS]
 
 
 def test_what_a_cache_lacks_is_said() -> None:

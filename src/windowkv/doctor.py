@@ -23,9 +23,12 @@ from windowkv.errors import WindowKVError
 from windowkv.integration import disable, enable
 from windowkv.operations import OPERATIONS, MissingOperationError, Operation
 from windowkv.persist import load
+from windowkv.static_cache import SlidingWindowCache
+from windowkv.tiny_sizes import WINDOW
 
 Progress = Callable[[str, int, int], None]  # operation, how many are done, how many there are
 
+_DRAFT = WINDOW  # what is drafted beyond the last token that is asked for needs room too, at most
 _TRANSFORMERS = Path(transformers.__file__).parent
 
 
@@ -62,6 +65,10 @@ class Cell:
         return f"{words[self.outcome]} {self.detail}".strip()
 
 
+def _dynamic(model: Any, tokens: int) -> Any:
+    return DynamicCache(config=model.config)
+
+
 @dataclass(frozen=True)
 class CacheKind:
     """One kind of cache. A new one is one more entry in `CACHES`."""
@@ -71,13 +78,21 @@ class CacheKind:
     ours: bool = True
     options: Mapping[str, Any] | None = None  # of `enable`, for a cache that generate makes by itself
     agrees: Callable[[Tensor, Tensor], bool] = torch.equal  # with the tokens without a cache; for one that rounds, less
+    theirs: Sequence[Callable[[Any, int], Any]] = (_dynamic,)  # caches of transformers with the faults that it may have
 
 
 CACHES: Sequence[CacheKind] = (
-    CacheKind("DynamicCache", lambda model, tokens: DynamicCache(config=model.config), ours=False),
+    CacheKind("DynamicCache", _dynamic, ours=False),
     CacheKind("StaticCache", lambda model, tokens: StaticCache(config=model.config, max_cache_len=tokens), ours=False),
     CacheKind("enable", lambda model, tokens: DynamicSlidingWindowCache(model.config), options={}),
     CacheKind("DynamicSlidingWindowCache", lambda model, tokens: DynamicSlidingWindowCache(model.config)),
+    CacheKind(
+        "SlidingWindowCache",
+        lambda model, tokens: SlidingWindowCache(model.config, tokens + _DRAFT),
+        theirs=(_dynamic, lambda model, tokens: StaticCache(config=model.config, max_cache_len=tokens + _DRAFT)),
+    ),
+    # Nothing rounds here: no text is long enough to be packed.
+    CacheKind("int8", lambda model, tokens: DynamicSlidingWindowCache(model.config, kv_dtype="int8")),
 )
 
 
@@ -173,13 +188,13 @@ class _Cached:
 class _Theirs(_Cached):
     """What transformers makes of an operation: its own cache, copied where an operation needs more than that has."""
 
-    def __init__(self, model: Any, kind: CacheKind) -> None:
+    def __init__(self, model: Any, kind: CacheKind, new: Callable[[Any, int], Any]) -> None:
         super().__init__(model, kind)
-        self.saved: Any = None
+        self.new, self.saved = new, None
 
     def new_cache(self, tokens: int) -> Any:
         """An empty one."""
-        return DynamicCache(config=self.model.config)
+        return self.new(self.model, tokens)
 
     def ask(self, cache: Any, operation: str, *args: Any) -> Any:
         """Call a method of a cache, or do the same by a copy."""
@@ -237,7 +252,7 @@ def _cell(operation: Operation, model: Any, kind: CacheKind, reference: _Attempt
         return Cell(Outcome.REFUSED, _first_line(result))
     if isinstance(result, Tensor) and isinstance(reference, Tensor) and kind.agrees(result, reference):
         return Cell(Outcome.SAME)
-    theirs = _alike(result, _attempt(operation, _Theirs(model, kind))) if kind.ours else False
+    theirs = kind.ours and any(_alike(result, _attempt(operation, _Theirs(model, kind, new))) for new in kind.theirs)
     if isinstance(result, Exception):
         if _is_refusal(result) and (theirs or not kind.ours):
             return Cell(Outcome.REFUSED, _first_line(result))

@@ -3,6 +3,7 @@
 Knows which operation touches which layers. Knows nothing of how one layer stores its tokens.
 """
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -14,6 +15,12 @@ from windowkv.layout import CacheLayout, read_layout
 from windowkv.static_layers import FixedLayer
 from windowkv.window import Retention
 
+# Kinds of layers that cannot be static, and why.
+_NO_STATIC: Mapping[str, str] = {
+    "cross_attention": "would hold what an encoder saw",
+    "hybrid_sliding": "get masks of another length than they have slots",
+    "reference_sliding_attention": "are neither emptied by a reset nor follow beams",
+}
 _ATTENTION = ("eager", "sdpa")  # what is told by a mask which key lies where; others take the order of keys for it
 
 
@@ -30,8 +37,8 @@ class SlidingWindowCache(Cache):  # type: ignore[misc]
         rollback: how far back from the furthest position reached `crop` can always go, in tokens.
 
     Raises:
-        ConfigError: the config describes no causal decoder, contradicts itself, or names an attention implementation
-            that takes keys to be in order.
+        ConfigError: the config describes no causal decoder, contradicts itself, names an attention implementation that
+            takes keys to be in order, or a window that its model does not apply, or has layers that cannot be static.
         OptionError: max_cache_len is no integer >= 1, or rollback none >= 0.
     """
 
@@ -41,6 +48,7 @@ class SlidingWindowCache(Cache):  # type: ignore[misc]
         self.rollback = checked_rollback(rollback)
         self.layout = read_layout(config)
         _check_attention(config)
+        _check_masks(config, self.layout)
         super().__init__(layers=_new_layers(config, self.layout, max_cache_len, rollback))
 
     @property
@@ -131,11 +139,22 @@ def _check_attention(config: PreTrainedConfig) -> None:
         )
 
 
+def _check_masks(config: PreTrainedConfig, layout: CacheLayout) -> None:
+    decoder = config.get_text_config(decoder=True)
+    window = getattr(decoder, "sliding_window", None)
+    slides = "sliding_attention" in getattr(decoder, "layer_types", ["sliding_attention"])  # as generate sees it
+    if window is not None and slides and "sliding" not in {spec.kind for spec in layout.layers}:
+        raise ConfigError(
+            f"{type(decoder).__name__} names a sliding_window={window!r} that its model never applies, and generate "
+            "would apply to a static cache: use a DynamicSlidingWindowCache, or sliding_window=None"
+        )
+
+
 def _new_layers(config: PreTrainedConfig, layout: CacheLayout, max_cache_len: int, rollback: int) -> list[Any]:
     """A layer per spec: ours where windowkv stores it, else the one that transformers makes for it."""
-    kinds = {spec.kind for spec in layout.layers}
-    if "cross_attention" in kinds:
-        raise ConfigError("layers that hold what an encoder saw have no static cache: use a DynamicSlidingWindowCache")
+    for kind in dict.fromkeys(spec.kind for spec in layout.layers):
+        if kind in _NO_STATIC:
+            raise ConfigError(f"static {kind} layers {_NO_STATIC[kind]}: use a DynamicSlidingWindowCache")
     theirs: list[Any] = [None] * len(layout.layers)
     if not all(spec.buffered for spec in layout.layers):
         try:

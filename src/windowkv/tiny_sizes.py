@@ -58,7 +58,8 @@ _BY_SIZE: tuple[tuple[str, Any], ...] = (
     ("v_head_dim index_topk", 12),
     ("mamba_d_ssm", 128),
     ("mamba_n_groups mamba_ngroups n_groups", 1),
-    ("index_n_heads altup_num_inputs hc_mult hc_count split_ngram_parts type_vocab_size max_window_layers", 2),
+    ("altup_num_inputs hc_mult hc_count split_ngram_parts type_vocab_size max_window_layers", 2),
+    ("index_n_heads", 16),  # with few, scores are zero so often that which keys are picked is a matter of ties
     ("index_block_size d_rel number_of_conv_states", 4),
     ("index_topk_blocks", 3),
     ("num_filters", 2),

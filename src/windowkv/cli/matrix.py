@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -97,6 +97,10 @@ missing, say), its text part was examined: the class tells.
 
 {operations}
 
+`SlidingWindowCache` is static, with room for all tokens and a draft. `int8` is a `DynamicSlidingWindowCache` with
+`kv_dtype="int8"`: none of these texts is long enough for tokens to be packed, so nothing may differ; the tests bound
+what packing does to the logits of a longer one.
+
 "same" means that all of them agree, as far as the cache has such an operation; else those are named that do not, with
 the number of the reason. `windowkv doctor MODEL` shows the same for one model, cell by cell.
 
@@ -170,7 +174,8 @@ def _caches(examined: "Examined") -> list[str]:
 
 
 def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(first, title=Text(title), title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    name = Column(first, no_wrap=True)  # the headers of caches may be cut first
+    table = Table(name, title=Text(title), title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     for header in others:
         table.add_column(header, overflow="fold")
     return table
