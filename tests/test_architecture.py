@@ -21,6 +21,7 @@ ROWS = [
         "history",
         "changes",
         "tiny_sizes",
+        "rows",
         "cache_file",
         "prefix/tree",
         "prefix/fingerprint",
@@ -58,6 +59,7 @@ WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {
     "attention",
     "history",
     "changes",
+    "rows",
     "cache_file",
 }
 
