@@ -271,7 +271,7 @@ def test_files_that_cannot_be_reached_are_a_miss(tmp_path: Path, monkeypatch: py
         raise ConnectionError("no route")
 
     for name in ("ls", "glob", "exists", "makedirs"):
-        monkeypatch.setattr(store._disk._files, name, broken)
+        monkeypatch.setattr(store._disk_of(store._form)._files, name, broken)
     for _ in range(3):
         assert torch.equal(generated(model, ids, 5), uncached(shared_model("gemma3"), ids, 5))
     assert (store.stats.hits, store.stats.disk_nbytes) == (2, 0)

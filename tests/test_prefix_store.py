@@ -35,8 +35,10 @@ from windowkv import DynamicSlidingWindowCache, InputError, OptionError, PrefixS
 from windowkv.cache import layers_nbytes
 from windowkv.prefix.fingerprint import fingerprint
 from windowkv.prefix.texts import Text, as_ids
+from windowkv.quantisation import Quantisation
 
 MIB = 1 << 20
+PLAIN = Quantisation().form(0)
 
 
 def served(name: str, max_bytes: int = 64 * MIB, **options: Any) -> tuple[Any, PrefixStore]:
@@ -618,11 +620,11 @@ def test_rows_that_share_less_are_resumed_where_all_can_be() -> None:
     for text in (one, other[:, :70]):
         store.insert(text, filled(model, text, rollback=40))
     text = joined(torch.cat((one, other)), tokens(2, 10, seed=2))
-    cache = store.lookup_rows([Text(as_ids(row)) for row in text])
+    cache = store.lookup_rows([Text(as_ids(row)) for row in text], PLAIN)
     assert cache is not None
     assert (cache.get_seq_length(), cache.rows) == (70, 2)
     torch.testing.assert_close(fed(model, cache, text[:, 70:]), logits(model, text)[:, 70:], atol=1e-4, rtol=0)
-    assert store.lookup_rows([Text(as_ids(one)), Text(as_ids(tokens(1, 50, seed=9)))]) is None
+    assert store.lookup_rows([Text(as_ids(one)), Text(as_ids(tokens(1, 50, seed=9)))], PLAIN) is None
 
 
 def test_what_was_fed_unseen_is_never_stored() -> None:
