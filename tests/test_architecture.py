@@ -42,8 +42,17 @@ ROWS = [
     {"planner"},
     {"comparison", "benchmark", "plot", "doctor"},
     {"cli/sources", "cli/terminal"},
-    {"cli/reports", "cli/matrix"},
-    {"cli/commands"},
+    {"cli/options", "cli/pictures", "cli/reports", "cli/matrix"},
+    {
+        "cli/commands/bench",
+        "cli/commands/cache",
+        "cli/commands/demo",
+        "cli/commands/doctor",
+        "cli/commands/generate",
+        "cli/commands/plan",
+        "cli/commands/store",
+    },
+    {"cli/app"},
 ]
 ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 MODULES = sorted(
