@@ -104,7 +104,9 @@ def main() -> None:
         for name, run in runs.items()
     }
     compiled = {"at_first": graphs, "later": counters["stats"]["unique_graphs"] - graphs}
-    print(json.dumps({"window": options.window, "batch": options.batch, **result, "graphs_compiled": compiled}, indent=2))
+    print(
+        json.dumps({"window": options.window, "batch": options.batch, **result, "graphs_compiled": compiled}, indent=2)
+    )
 
 
 if __name__ == "__main__":

@@ -310,6 +310,17 @@ def test_a_quantised_cache_is_saved_shown_and_continued_as_such(command: Command
     assert command(*options, "--kv-dtype", "int2").code == 2
 
 
+def test_a_store_keeps_quantised_caches_apart(command: Command, model: str, tmp_path: Path) -> None:
+    prompt = PROMPT * 20
+    options = ["generate", "--model", model, "--max-new-tokens", "5", "--prompt", prompt, "--store", tmp_path / "store"]
+    for packed in ([], ["--kv-dtype", "int8"], ["--kv-dtype", "int8", "--quantize", "all"]):
+        for reused in (0, len(prompt) - 1):
+            told = command(*options, *packed).err.replace(",", "")
+            assert f"{reused} of the prompt's {len(prompt)} tokens were taken" in told
+    (scope,) = json.loads(command("store", "ls", tmp_path / "store", "--json").out)["scopes"]
+    assert scope["points"] == 6
+
+
 def test_a_store_serves_the_next_run_and_is_kept_in_order(command: Command, model: str, tmp_path: Path) -> None:
     folder = tmp_path / "store"
     options = ["generate", "--model", model, "--max-new-tokens", "20", "--prompt", PROMPT]

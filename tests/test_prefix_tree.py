@@ -63,6 +63,25 @@ def test_pruning_leaves_what_leads_to_a_checkpoint_and_no_more(
     assert not list(tree.nodes())
 
 
+def test_the_same_ids_may_stand_for_several_contents() -> None:
+    tree: Tree[str, str] = Tree(2)
+    for content, text in (("a", [1, 2, 3]), ("b", [1, 2, 3, 4]), ("a", [1, 2, 4])):
+        node, agreed = tree.match(ids(text), lambda node, _, content=content: node.block == content)
+        if agreed != node.end:
+            node = tree.split(node, agreed)
+        for each in tree.add(node, ids(text)):
+            each.block = content
+        added = tree.match(ids(text), lambda node, _, content=content: node.block == content)
+        assert (added[0].end, added[1], spelt(added[0])) == (len(text), len(text), text)
+        added[0].checkpoint = str(text)
+    assert [(node.block, agreed) for node, agreed in tree.matches(ids([1, 2, 3, 4]))] == [("b", 4), ("a", 3)]
+    assert sum(node.end == 2 for node in tree.nodes()) == 2
+    for node in [node for node in tree.nodes() if node.block == "a" and node.checkpoint]:
+        node.checkpoint = None
+        prune(node)
+    assert [node.block for node in tree.nodes()] == ["b", "b"]
+
+
 def test_below_reaches_as_far_as_it_is_asked_to() -> None:
     tree: Tree[str, str] = Tree(2)
     added(tree, [1, 2, 3, 4, 5, 6])

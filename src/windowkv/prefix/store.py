@@ -68,7 +68,7 @@ class PrefixStore:
 
     Full layers are kept once for all texts that begin alike, in blocks. The other layers are kept at resume points:
     where a stored text ends, and where others were seen to leave it. A point up to `rollback` tokens before one serves
-    as well.
+    as well; one token before where caches are quantised, which are stored as they are packed, apart from others.
 
     Args:
         max_bytes: most bytes that are ever held in memory, counted by storages.
