@@ -327,6 +327,7 @@ def test_keys_are_chains_over_scope_and_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", ["nosuch://place", "/proc/nowhere/at/all"])
 def test_a_directory_that_cannot_be_used_is_named(bad: str) -> None:
     store, model = store_of(bad), MODELS["mistral"]()
+    assert store.stats.disk_nbytes == 0
     with pytest.raises(OptionError, match="cannot be used"):
         windowkv.enable(model, prefix_store=store)
     assert "_prefill" not in vars(model)

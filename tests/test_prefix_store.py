@@ -8,6 +8,7 @@ import random
 import threading
 from dataclasses import asdict
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -795,8 +796,7 @@ def same_bits(one: DynamicSlidingWindowCache, other: DynamicSlidingWindowCache) 
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [*(("wide", form) for form in FORMS), ("gemma3", FORMS[0]), ("gemma3n", FORMS[3]), ("llama4-chunk8", FORMS[4])]
-    + [("lfm2", FORMS[2])],
+    [*product(["wide"], FORMS), *zip(["gemma3", "gemma3n", "llama4-chunk8", "lfm2"], FORMS[:4], strict=True)],
     ids=str,
 )
 def test_a_quantised_hit_goes_on_as_the_cache_that_was_stored_bit_for_bit(name: str, form: Quantisation) -> None:
@@ -854,6 +854,8 @@ def test_a_lookup_by_hand_is_for_the_caches_that_the_model_makes() -> None:
     assert found is not None
     assert (found.quantisation, found.rollback) == (FORMS[0], 100)
     assert store.lookup(text, kv_dtype=None) is None
+    store.bind(model)  # all weights are read again, and that is all
+    assert store.lookup(text) is not None
     windowkv.enable(model, prefix_store=store, kv_dtype=None)
     assert store.lookup(text) is None
     for bad in ({"kv_dtype": "int2"}, {"kv_dtype": "int8", "quantize": "some"}):

@@ -124,27 +124,28 @@ class PrefixStore:
         """What it did so far, and what it holds."""
         self.flush()
         with self._lock:
-            disk = self._disk_of(self._form)  # of which all forms share the folder
+            disk = next((each for each in self._disks.values() if each), None)  # all forms share a folder
             on_disk = sum(entry.nbytes for entry in disk.entries()) if disk else 0
             return replace(self._stats, entries=len(self._recent), disk_nbytes=on_disk)
 
     def bind(
-        self, model: Any, *, kv_dtype: str | None = None, quantize: str = "full", rollback: int = ROLLBACK
+        self, model: Any, *, kv_dtype: str | None = "bound", quantize: str = "full", rollback: int = ROLLBACK
     ) -> None:
         """Serve this model, all of whose weights are read.
 
         Args:
             model: a model of transformers.
-            kv_dtype: which caches `lookup` hands out unless it is told otherwise, as DynamicSlidingWindowCache has it.
-            quantize: as kv_dtype.
-            rollback: as kv_dtype: a larger one than 64 leaves more as computed in a quantised cache.
+            kv_dtype: how the caches are quantised that `lookup` hands out unless it is told otherwise, None for not at
+                all; without it, as before, and not at all at first.
+            quantize: in which layers, where kv_dtype says how.
+            rollback: of these caches: more than 64 leave as many as computed.
 
         Raises:
             OptionError: it serves another model, which is still there, or there are no such options.
         """
         if not isinstance(model, PreTrainedModel):
             raise OptionError(f"a {type(model).__name__}: a store serves a model of transformers")
-        form = Quantisation(kv_dtype, quantize).form(checked_rollback(rollback))
+        form = self._form if kv_dtype == "bound" else Quantisation(kv_dtype, quantize).form(checked_rollback(rollback))
         with self._lock:
             bound = self._model and self._model()
             if bound is not None and bound is not model:
