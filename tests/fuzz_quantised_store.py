@@ -26,7 +26,8 @@ FORMS = [Quantisation()] + [
     Quantisation(kv_dtype, how) for kv_dtype in ("int8", "int4", "fp8") for how in ("full", "all")
 ]
 LONGEST, MIB = 700, 1 << 20
-ROUNDING = 0.1  # of logits of about 5, where a code of the past is one step off
+# Of logits of about 5, where a code of the past is one step off.
+ROUNDING = {torch.float32: 0.1, torch.bfloat16: 1.0}
 Pieces = tuple[int, ...]
 
 
@@ -65,7 +66,8 @@ class Session:
     def __init__(self, seed: int, folder: str) -> None:
         self.random, self.seen = random.Random(seed), Counter[str]()
         self.name = self.random.choice(NAMES)
-        self.model = model_of(self.name)
+        self.dtype = self.random.choice(list(ROUNDING))
+        self.model = model_of(self.name).to(self.dtype)
         self.budget = self.random.choice([60_000, 300_000, 2 * MIB, 64 * MIB])
         self.folder = folder if self.random.random() < 0.6 else None
         self.disk = self.random.choice([None, 400_000])
@@ -127,7 +129,9 @@ class Session:
             other = cold(self.model, ids, recipe.pieces, form)
             theirs = fed(self.model, other, ids[:, point:], *rest)
             nearest = min(nearest, float((ours - theirs).abs().max()))
-            if torch.equal(ours, theirs) or (nearest < ROUNDING and (form.kv_dtype is None or not recipe.exact)):
+            if torch.equal(ours, theirs) or (
+                nearest < ROUNDING[self.dtype] and (form.kv_dtype is None or not recipe.exact)
+            ):
                 assert cache.nbytes <= other.nbytes
                 self.seen["exactly" if recipe.exact else "but for rounding"] += 1
                 self.seen["code steps"] += nearest > 1e-4
