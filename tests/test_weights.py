@@ -1,0 +1,65 @@
+"""What weights weigh, against models that have them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import windowkv
+from tiny import MODELS, shared_model
+from windowkv import ModelSourceError
+
+
+def held(model: Any) -> int:
+    """Bytes of all parameters, shared ones once."""
+    return sum({weight.data_ptr(): weight.nbytes for weight in model.parameters()}.values())
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3n", "gpt_oss", "llama4-chunk8"])
+def test_a_config_weighs_what_its_model_does(name: str) -> None:
+    model = shared_model(name)
+    assert windowkv.weight_bytes(model.config, dtype=torch.float32) == held(model)
+    assert windowkv.weight_bytes(model.config, dtype=torch.bfloat16) == held(model) / 2
+
+
+def test_weights_that_stand_for_two_count_once() -> None:
+    model = hf.MistralForCausalLM(
+        hf.MistralConfig(**MODELS["mistral"]().config.to_dict() | {"tie_word_embeddings": True})
+    )
+    assert windowkv.weight_bytes(model.config, dtype=torch.float32) == held(model)
+
+
+def test_a_folder_weighs_what_lies_in_it(tmp_path: Path) -> None:
+    model = MODELS["gemma3"]().to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="50KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    for folder in ("one", "many"):
+        for source in (tmp_path / folder, str(tmp_path / folder), tmp_path / folder / "config.json"):
+            assert windowkv.weight_bytes(source, dtype=torch.float32) == held(model)
+
+
+def test_a_folder_with_a_config_alone_weighs_what_its_model_would(tmp_path: Path) -> None:
+    model = shared_model("gemma3")
+    model.config.save_pretrained(tmp_path)
+    assert windowkv.weight_bytes(tmp_path, dtype=torch.float32) == held(model)
+
+
+def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
+    MODELS["gemma3"]().save_pretrained(tmp_path, max_shard_size="50KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(ModelSourceError, match=shard.name):
+        windowkv.weight_bytes(tmp_path)
+    shard.unlink()
+    with pytest.raises(ModelSourceError, match=shard.name):
+        windowkv.weight_bytes(tmp_path)
+
+
+def test_packed_weights_and_models_without_a_class_are_not_guessed() -> None:
+    config = hf.MistralConfig(sliding_window=8)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    assert windowkv.weight_bytes(config) is None
+    assert windowkv.weight_bytes(hf.SiglipVisionConfig()) is None
