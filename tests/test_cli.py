@@ -421,7 +421,7 @@ def test_plan_leaves_room_for_the_weights_when_asked(command: Command, model: st
     assert weights is not None
     arguments = ("plan", model, "--fit", weights + MIB, "--with-weights")
     report = json.loads(command(*arguments, "--json").out)
-    assert (report["weight_bytes"], report["beside_bytes"]) == (weights, weights)
+    assert (report["weight_bytes"], report["counted_weight_bytes"]) == (weights, weights)
     assert report["max_tokens"] == windowkv.max_tokens(model, MIB)
     assert "KiB of weights" in command(*arguments).out
     assert json.loads(command("plan", model, "--fit", 7, "--with-weights", "--json").out)["max_tokens"] == 0
@@ -435,6 +435,16 @@ def test_plan_refuses_weights_of_which_nobody_knows(command: Command, tmp_path: 
     assert code == 1
     assert "--with-weights: nobody can say what those of packed weigh" in err
     assert "unknown" in command("plan", "packed", "--tokens", 5).out
+
+
+def test_plan_goes_on_without_weights_that_cannot_be_read(command: Command, model: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "torn")
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    code, out, err = command("plan", folder, "--tokens", 5)
+    assert code == 0
+    assert "unknown" in out
+    assert "note: cannot read the weights' sizes" in err
+    assert command("plan", folder, "--fit", "1MiB", "--with-weights").code == 1
 
 
 def test_plan_of_a_static_cache_and_of_one_rank(command: Command, model: str) -> None:

@@ -1,5 +1,6 @@
 """Public models by name: their shapes against what is published of them, and against the configs of transformers."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import transformers as hf
 
 import windowkv
 from tiny import MODELS
+from windowkv.cli.reports import size
 from windowkv.known_models import known_models
 from windowkv.layout import read_layout
 from windowkv.model_source import load_config
@@ -105,6 +107,21 @@ def test_published_bytes_of_a_prompt() -> None:
     assert planned.baseline_bytes == 4 << 30
     assert planned.total_bytes == (4095 + 64 + 256) * 128 * 1024
     assert windowkv.plan("mistral-7b-v0.1", tokens=32768, dtype=torch.float32).baseline_bytes == 8 << 30
+
+
+def test_the_table_of_the_documentation() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "planning.md").read_text()
+    rows = re.findall(r"^\| `([\w.-]+)` \| (.+) \|$", page, flags=re.MULTILINE)
+    assert len(rows) > 10
+    for name, cells in rows:
+        planned = windowkv.plan(name, tokens=32768)
+        told = [
+            planned.total_bytes,
+            planned.baseline_bytes,
+            planned.peak_prefill_bytes,
+            planned.transformers_peak_bytes,
+        ]
+        assert cells.split(" | ") == [size(nbytes) for nbytes in (*told, windowkv.weight_bytes(name))], name
 
 
 def test_a_folder_of_that_name_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

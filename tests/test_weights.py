@@ -1,5 +1,6 @@
 """What weights weigh, against models that have them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,25 @@ def test_a_folder_with_a_config_alone_weighs_what_its_model_would(tmp_path: Path
     assert windowkv.weight_bytes(tmp_path, dtype=torch.float32) == held(model)
 
 
+@pytest.mark.parametrize("metadata", [None, {}, {"total_parameters": 5}])
+def test_an_index_without_a_sum_is_added_up(tmp_path: Path, metadata: Any) -> None:
+    model = MODELS["gemma3"]()
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    _with_metadata(tmp_path, metadata)
+    assert windowkv.weight_bytes(tmp_path) == held(model)
+
+
+def test_files_that_are_not_there_yet_are_weighed_by_their_index(tmp_path: Path) -> None:
+    model = MODELS["gemma3"]()
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.unlink()
+    assert windowkv.weight_bytes(tmp_path) == held(model)
+
+
 def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
     MODELS["gemma3"]().save_pretrained(tmp_path, max_shard_size="50KB")
+    _with_metadata(tmp_path, None)
     shard = sorted(tmp_path.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(ModelSourceError, match=shard.name):
@@ -56,6 +74,15 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(ModelSourceError, match=shard.name):
         windowkv.weight_bytes(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ModelSourceError, match="weights' sizes"):
+        windowkv.weight_bytes(tmp_path)
+
+
+def _with_metadata(folder: Path, metadata: Any) -> None:
+    index = folder / "model.safetensors.index.json"
+    told = json.loads(index.read_text()) | {"metadata": metadata}
+    index.write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
 
 
 def test_packed_weights_and_models_without_a_class_are_not_guessed() -> None:

@@ -17,19 +17,17 @@ _LENGTH = 8  # bytes in which a safetensors file says how long its header is
 
 
 def stored_bytes(folder: Path) -> int | None:
-    """Bytes of all tensors in a folder's safetensors files; None where it has none.
+    """Bytes of all tensors that a folder's safetensors files hold; None where it has no such files.
 
-    Raises ModelSourceError when a file that the folder's index names is not there, or is none.
+    An index tells them for files that are not there yet, too. Raises ModelSourceError when the files cannot be read.
     """
-    index = folder / _INDEX
     try:
-        if index.is_file():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        elif (folder / _SINGLE).is_file():
-            names = {_SINGLE}
-        else:
-            return None
-        return sum(_tensor_bytes(folder / name) for name in names)
+        if (folder / _INDEX).is_file():
+            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+            total = (index.get("metadata") or {}).get("total_size")
+            names = set(index["weight_map"].values())
+            return int(total) if total else sum(_tensor_bytes(folder / name) for name in names)
+        return _tensor_bytes(folder / _SINGLE) if (folder / _SINGLE).is_file() else None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelSourceError(f"cannot read the weights' sizes in {str(folder)!r}: {error}") from error
 

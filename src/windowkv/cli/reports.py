@@ -36,7 +36,7 @@ class Fit(NamedTuple):
     """What fits into a number of bytes."""
 
     budget_bytes: int
-    beside_bytes: int | None  # of weights that must fit too; None where keys and values have it for themselves
+    counted_weight_bytes: int | None  # that must fit too; None where keys and values have it for themselves
     batch_size: int
     max_tokens: int | None  # in each row; None where any number fits
     tokens: int | None  # that were asked for
@@ -181,8 +181,9 @@ def _alike(count: int, kind: str, window: int | None) -> str:
 
 def fit_sentences(fit: Fit) -> str:
     """How many tokens fit, and how many rows of the tokens that were asked for."""
-    beside = "of keys and values alone" if fit.beside_bytes is None else f"beside {size(fit.beside_bytes)} of weights"
-    room = f"{size(fit.budget_bytes)} {beside}"
+    weights = fit.counted_weight_bytes
+    what = "of keys and values alone" if weights is None else f"together with {size(weights)} of weights"
+    room = f"{size(fit.budget_bytes)} {what}"
     rows = "" if fit.batch_size == 1 else f" in each of {fit.batch_size:,} rows"
     beyond = fit.positions is not None and (fit.max_tokens is None or fit.max_tokens > fit.positions)
     limit = f"; the model's config ends at {fit.positions:,}" if beyond else ""

@@ -1,5 +1,6 @@
 """`windowkv plan`: the bytes of a cache beforehand."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,8 @@ from windowkv.cli.options import (
     Rollback,
 )
 from windowkv.cli.sources import DEMO_MODEL, import_slowly
-from windowkv.cli.terminal import print_json, print_table, progress
-from windowkv.errors import OptionError
+from windowkv.cli.terminal import print_json, print_table, progress, say
+from windowkv.errors import ModelSourceError, OptionError
 
 _MODEL_HELP = f"{DEMO_MODEL}, a local folder, a config.json, a hub id, or a name that --list tells."
 
@@ -64,27 +65,17 @@ def plan(
     with progress() as show:
         show(f"reading the config of {model}", 0, 0)
         config = load_config(model)
-        weights = _share(planner.weight_bytes(model if Path(model).exists() else config, dtype=number_format), ranks)
+    weights = _weight_bytes(model, config, number_format, ranks, needed=with_weights)
     options: dict[str, Any] = {"dtype": number_format, "rollback": rollback, "ranks": ranks}
     options |= {"kv_dtype": kv_dtype and kv_dtype.value, "quantize": quantize.value}
     options |= {"cache": "static" if static else "dynamic"}
-    whole = options | {"max_cache_len": max_cache_len}
-    planned = None if tokens is None else planner.plan(config, tokens=tokens, batch_size=batch_size, **whole)
-    answer = None
+    planned = answer = None
+    if tokens is not None:
+        whole = options | {"batch_size": batch_size, "max_cache_len": max_cache_len}
+        planned = planner.plan(config, tokens=tokens, **whole)
     if fit is not None:
-        if with_weights and weights is None:
-            raise OptionError(f"--with-weights: nobody can say what those of {model} weigh without loading them")
-        beside = weights if with_weights else None
-        room = max(0, fit - (beside or 0))
-        answer = reports.Fit(
-            budget_bytes=fit,
-            beside_bytes=beside,
-            batch_size=batch_size,
-            max_tokens=planner.max_tokens(config, room, batch_size=batch_size, **options),
-            tokens=tokens,
-            max_batch_size=None if tokens is None else planner.max_batch_size(config, room, tokens=tokens, **whole),
-            positions=getattr(config.get_text_config(decoder=True), "max_position_embeddings", None),
-        )
+        counted = weights if with_weights else None
+        answer = _fit(config, fit, counted, tokens, batch_size, max_cache_len, options)
     if as_json:
         asked = {"model": model, "rollback": rollback, "kv_dtype": kv_dtype, "quantize": quantize, "ranks": ranks}
         asked |= {"cache": options["cache"], "weight_bytes": weights}
@@ -98,9 +89,46 @@ def plan(
         typer.echo(reports.fit_sentences(answer))
 
 
-def _share(weights: int | None, ranks: int) -> int | None:
-    """What each rank holds of the weights when they are parted evenly; a runtime repeats some small ones."""
+def _weight_bytes(model: str, config: Any, dtype: Any, ranks: int, *, needed: bool) -> int | None:
+    """What each rank holds of the weights when they are parted evenly; None where nobody can say, and need not."""
+    from windowkv import planner
+
+    try:
+        weights = planner.weight_bytes(model if Path(model).exists() else config, dtype=dtype)
+    except ModelSourceError as unreadable:
+        if needed:
+            raise
+        say(f"note: {unreadable}")
+        return None
+    if weights is None and needed:
+        raise OptionError(f"--with-weights: nobody can say what those of {model} weigh without loading them")
     return None if weights is None else -(-weights // ranks)
+
+
+def _fit(
+    config: Any,
+    budget: int,
+    weights: int | None,
+    tokens: int | None,
+    batch_size: int,
+    max_cache_len: int | None,
+    options: Mapping[str, Any],
+) -> reports.Fit:
+    """What fits into a number of bytes, beside weights that are to be in it too."""
+    from windowkv import planner
+
+    room, rows = max(0, budget - (weights or 0)), None
+    if tokens is not None:
+        rows = planner.max_batch_size(config, room, tokens=tokens, max_cache_len=max_cache_len, **options)
+    return reports.Fit(
+        budget_bytes=budget,
+        counted_weight_bytes=weights,
+        batch_size=batch_size,
+        max_tokens=planner.max_tokens(config, room, batch_size=batch_size, **options),
+        tokens=tokens,
+        max_batch_size=rows,
+        positions=getattr(config.get_text_config(decoder=True), "max_position_embeddings", None),
+    )
 
 
 def _list(as_json: bool) -> None:
