@@ -1,5 +1,6 @@
 """What weights weigh, against models that have them."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ def test_a_config_weighs_what_its_model_does(name: str) -> None:
     model = shared_model(name)
     assert windowkv.weight_bytes(model.config, dtype=torch.float32) == held(model)
     assert windowkv.weight_bytes(model.config, dtype=torch.bfloat16) == held(model) / 2
+
+
+def test_weighing_changes_neither_the_config_nor_random_numbers() -> None:
+    config = hf.Gemma3TextConfig(num_hidden_layers=2)
+    before, seed = copy.deepcopy(vars(config)), torch.get_rng_state()
+    windowkv.weight_bytes(config)
+    assert vars(config) == before
+    assert torch.equal(torch.get_rng_state(), seed)
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_weights_that_stand_for_two_count_once() -> None:

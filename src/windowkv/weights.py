@@ -3,6 +3,7 @@
 Knows configs and safetensors files. Knows nothing of caches.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def parameter_count(config: Any) -> int | None:
     try:
         model_class = generating_class(config)
         with torch.device("meta"):
-            model = model_class._from_config(config)
+            model = model_class._from_config(copy.deepcopy(config))  # which chooses an attention for it
     except (TinyModelError, ImportError, ValueError, TypeError, AttributeError, KeyError, RuntimeError):
         return None  # whatever modeling files do with a config that they do not expect
     return sum(int(parameter.numel()) for parameter in model.parameters())
