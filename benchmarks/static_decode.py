@@ -1,10 +1,10 @@
 """A compiled step of decoding past the window: `SlidingWindowCache` against transformers' `StaticCache`, as ratios.
 
-`python benchmarks/static_decode.py [--window 1024] [--steps 50] [--rounds 9]`; a random Mistral of 4 layers, 512 wide,
-with 8 heads and 2 of keys and values, compiled once for each contender in the same way, and masked outside of the graph
-as `generate` does. Three contenders take turns: an enabled model with our cache, a plain model with our cache, and a
-plain model with transformers'. Medians, of time and of processor time, which other processes disturb less. Also prints
-how many graphs were compiled after the first steps.
+`python benchmarks/static_decode.py [--window 1024] [--batch 1] [--steps 50] [--rounds 9]`; a random Mistral of 4
+layers, 512 wide, with 8 heads and 2 of keys and values, compiled once for each contender in the same way, and masked
+outside of the graph as `generate` does. Three contenders take turns: an enabled model with our cache, a plain model
+with our cache, and a plain model with transformers'. Medians, of time and of processor time, which other processes
+disturb less. Also prints how many graphs were compiled after the first steps.
 """
 
 import argparse
@@ -46,17 +46,17 @@ class Decoding:
         """Compile at the first step."""
         self.model, self.cache, self.positions = model, cache, 0
         self.forward = torch.compile(model.forward)
-        self.produced: list[int] = []
+        self.produced: list[list[int]] = []
 
     def feed(self, ids: Tensor, forward: Callable[..., object]) -> Tensor:
-        """Feed ids `[1, n]` and return the next one `[1, 1]`."""
+        """Feed ids `[B, n]` and return the next ones `[B, 1]`."""
         positions = torch.arange(self.positions, self.positions + ids.shape[1])[None]
         self.positions += ids.shape[1]
         inputs = self.model.prepare_inputs_for_generation(
             ids, use_cache=True, position_ids=positions, attention_mask=None, **{cache_name(self.model): self.cache}
         )
         token = forward(**inputs, logits_to_keep=1).logits[:, -1:].argmax(-1)  # type: ignore[attr-defined]
-        self.produced.append(int(token))
+        self.produced.append(token.flatten().tolist())
         return token
 
     def steps(self, token: Tensor, count: int) -> Tensor:
@@ -71,10 +71,11 @@ def main() -> None:
     """Measure, and print the ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    prompt = torch.randint(3, 1024, (1, options.window + 100), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(3, 1024, (options.batch, options.window + 100), generator=torch.Generator().manual_seed(0))
     length = prompt.shape[1] + options.steps * (options.rounds + 2) + 8
     enabled, plain, theirs = (make_model(options.window) for _ in range(3))
     windowkv.enable(enabled)
@@ -103,7 +104,8 @@ def main() -> None:
         for name, run in runs.items()
     }
     compiled = {"at_first": graphs, "later": counters["stats"]["unique_graphs"] - graphs}
-    print(json.dumps({"window": options.window, **result, "graphs_compiled": compiled}, indent=2))
+    report = {"window": options.window, "batch": options.batch, **result, "graphs_compiled": compiled}
+    print(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":

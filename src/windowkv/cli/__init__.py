@@ -1,5 +1,5 @@
 """The `windowkv` command."""
 
-from windowkv.cli.commands import app, main
+from windowkv.cli.app import app, main
 
 __all__ = ["app", "main"]

@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,11 @@ from windowkv.errors import OptionError
 if TYPE_CHECKING:
     from torch import Tensor
 
+WITH_MODEL = (
+    "windowkv.comparison",
+    "windowkv.model_source",
+    "transformers.modeling_utils",
+)
 DEMO_MODEL = "gemma-3-270m"  # demo_model.MODEL_NAME, whose module imports torch
 
 
@@ -77,3 +84,17 @@ def load(model: str, dtype: str) -> tuple[Any, Any]:
     from windowkv.model_source import load_model
 
     return load_model(model, dtype=getattr(torch, dtype))
+
+
+@contextmanager
+def enough_positions(network: Any, tokens: int) -> Iterator[None]:
+    """Explain what a model with a table of positions says of a text that is longer than its table."""
+    try:
+        yield
+    except IndexError as error:
+        limit = getattr(network.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if limit is None or tokens <= limit:
+            raise
+        raise OptionError(
+            f"{tokens:,} tokens: this model has positions for {limit:,} (max_position_embeddings)"
+        ) from error

@@ -1,0 +1,1 @@
+"""One module per command of `windowkv`, or per group of commands."""
