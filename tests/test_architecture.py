@@ -21,6 +21,7 @@ ROWS = [
         "history",
         "changes",
         "tiny_sizes",
+        "rows",
         "cache_file",
         "prefix/tree",
         "prefix/fingerprint",
@@ -29,7 +30,7 @@ ROWS = [
     {"quantisation"},
     {"memory", "buffers", "fixed_buffers", "codecs", "prefix/texts", "tiny_model", "operations"},
     {"packed_buffer"},
-    {"layers", "static_layers", "architectures"},
+    {"layers", "static_layers", "architectures", "weights"},
     {"snapshot"},
     {"cache", "attention_interface"},
     {"continuation", "persist", "prefix/parts", "prefix/disk", "prefix/admission", "static_cache"},
@@ -37,7 +38,7 @@ ROWS = [
     {"prefix/store"},
     {"prefix/prompt"},
     {"seams"},
-    {"integration", "demo_model", "measurement"},
+    {"integration", "demo_model", "known_models", "measurement"},
     {"model_source"},
     {"planner"},
     {"comparison", "benchmark", "plot", "doctor"},
@@ -67,6 +68,7 @@ WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {
     "attention",
     "history",
     "changes",
+    "rows",
     "cache_file",
 }
 

@@ -28,7 +28,9 @@ NOTEBOOKS = sorted(path.name for path in (ROOT / "examples").glob("*.ipynb"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 # How pages name the models that they load, and the tiny ones in their place.
-STAND_INS = {"mistralai/Mistral-7B-v0.1": "mistral", "google/gemma-3-1b-pt": "gemma3", "MODEL": "gemma3"}
+STAND_INS = {"mistralai/Mistral-7B-v0.1": "mistral", "google/gemma-3-1b-pt": "gemma3"} | dict.fromkeys(
+    ("MODEL", "my-model"), "gemma3"
+)
 DEMO = "google/gemma-3-1b-pt"
 TEXT = "The window slides over the text, and what it leaves behind is dropped. " * 4
 FILES = {"BOOK": TEXT, "BOOK_AND_QUESTION": TEXT + "What is dropped?", "FILE": TEXT}

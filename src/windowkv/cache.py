@@ -27,6 +27,7 @@ from windowkv.layers import BufferedLayer, recurrent_states
 from windowkv.layout import CacheLayout, LayerSpec, read_layout
 from windowkv.packed_buffer import PackedBuffer
 from windowkv.quantisation import PackedRetention, Quantisation
+from windowkv.rows import RowSelection, checked_rows
 
 ROLLBACK = 64  # tokens that can be taken back unless asked for otherwise; transformers drafts 20 at a time
 
@@ -226,7 +227,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         if count < 1:
             raise InputError(f"repeats={repeats!r}: every row can be repeated 1 time or more")
         if self.rows is not None:
-            self._take_rows(torch.arange(self.rows).repeat_interleave(count))
+            self._take_rows(RowSelection(torch.arange(self.rows).repeat_interleave(count)))
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -236,15 +237,17 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         yield
         self.changes.end()
 
-    def _take_rows(self, rows: Tensor) -> None:
-        # Beams often stay as they are. Asking an accelerator would wait for it.
-        if rows.device.type == "cpu" and self.rows == len(rows) and torch.equal(rows, torch.arange(len(rows))):
+    def _take_rows(self, rows: RowSelection) -> None:
+        if rows.keeps_all(self.rows):  # as beams often do
             return
-        # Some of transformers' own layers know no other selection of rows than this one.
         with self._changing():
-            super().reorder_cache(rows)
+            for layer in self.layers:
+                if isinstance(layer, BufferedLayer):
+                    layer.buffer.take_rows(rows)
+                else:  # some of transformers' own know no other selection of rows than this one
+                    layer.reorder_cache(rows.sources)
         if self.history is not None:
-            self.history.take_rows(rows)
+            self.history.take_rows(rows.sources)
 
 
 def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int, quantisation: Quantisation) -> list[Any]:
@@ -279,27 +282,6 @@ def _rows(layer: Any) -> int | None:
         return layer.buffer.rows
     held = getattr(layer, "keys", None)
     return held.shape[0] if held is not None and held.numel() else None
-
-
-def checked_rows(selection: Any, held: int | None) -> Tensor:
-    """Integers `[B']` of a selection from `held` rows, by integers or by a mask; InputError for rows not there."""
-    try:
-        rows: Tensor = torch.as_tensor(selection)
-    except (TypeError, ValueError, RuntimeError) as why:
-        raise InputError(f"rows {selection!r}: they are integers, one for each row that is to be") from why
-    if rows.dtype == torch.bool:
-        if held is not None and rows.shape != (held,):
-            raise InputError(f"a mask of {rows.numel()} rows: this cache holds {held}")
-        rows = rows.nonzero().flatten()
-    if rows.ndim != 1 or (rows.numel() and (rows.is_floating_point() or rows.is_complex())):
-        raise InputError(f"rows {rows.tolist()}: they are integers, one for each row that is to be")
-    rows = rows.long()
-    # Asking an accelerator would wait for it at every step of a beam search.
-    if held is None:
-        return rows
-    if rows.device.type == "cpu" and rows.numel() and not (-held <= int(rows.min()) and int(rows.max()) < held):
-        raise InputError(f"rows {rows.tolist()}: this cache holds rows 0 to {held - 1}")
-    return rows.where(rows >= 0, rows + held)
 
 
 def checked_rollback(rollback: Any) -> int:

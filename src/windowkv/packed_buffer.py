@@ -16,6 +16,7 @@ from windowkv.buffers import TOKENS, Buffer, Recording, check_take_back
 from windowkv.codecs import Codec
 from windowkv.errors import InputError
 from windowkv.quantisation import SLICE, PackedRetention
+from windowkv.rows import RowSelection
 from windowkv.window import Retention, Span, tail_length
 
 
@@ -120,14 +121,10 @@ class PackedBuffer:
             self.packed.cut(end)
         self.recent.cut(end)
 
-    def pack_until(self, end: int) -> None:
-        """Pack what is older than a position now."""
-        self._packing(end, ())()
-
-    def take_rows(self, rows: Tensor) -> None:
+    def take_rows(self, rows: RowSelection) -> None:
         """See `Buffer.take_rows`."""
-        self.recent.take_rows(rows)
-        self.packed.take_rows(rows)
+        for move in [self.recent.prepare_rows(rows), self.packed.prepare_rows(rows)]:
+            move()
 
     def fork(self) -> "PackedBuffer":
         """See `Buffer.fork`."""
@@ -148,12 +145,12 @@ class PackedBuffer:
         packed, recent = Span(first, until), Span(until, end)
         return Held(packed, self.packed.states(first, until), recent, self.recent.states(until, end))
 
-    def as_packed(self, first: int, last: int) -> tuple[Tensor, ...]:
-        """The parts of positions [first, last), of those that are not packed as they will be."""
-        until = min(max(first, self.packed.span.end), last)
-        pieces = [self.packed.states(first, until)] if until > first and self.packed.storages else []
-        if last > until or not pieces:
-            pieces.append(self._parts_of(self.recent.states(until, last)))
+    def between(self, row: int, start: int, end: int) -> tuple[Tensor, ...]:
+        """Copies of one row's parts at positions [start, end), which are held; of those not packed, as they will be."""
+        until = min(max(start, self.packed.span.end), end)
+        pieces = [self.packed.between(row, start, until)] if start < until else []
+        if until < end or not pieces:
+            pieces.append(self._parts_of(self.recent.between(row, until, end)))
         return _joined(pieces)
 
     def _packing(self, end: int, new: Sequence[Tensor]) -> Callable[[], None]:
@@ -175,6 +172,8 @@ class PackedBuffer:
             if stop > seen:
                 pieces.append(self._parts_of([state[:, :, max(at - seen, 0) : stop - seen] for state in new]))
         joined = _joined(pieces) if pieces else ()
+        if new:  # a single row that becomes several does so as a whole, also where only old tokens are packed
+            joined = tuple(part.expand(new[0].shape[0], -1, -1, -1) for part in joined)
         pieces.clear()  # they are a copy of what is joined
         add = packed.prepare(*joined) if joined else None
 
@@ -191,7 +190,7 @@ class PackedBuffer:
         if not new or rows in (None, new[0].shape[0]):
             return lambda: None
         repeated = packed.fork()
-        repeated.take_rows(torch.zeros(new[0].shape[0], dtype=torch.long))
+        repeated.take_rows(RowSelection(torch.zeros(new[0].shape[0], dtype=torch.long)))
 
         def commit() -> None:
             self.packed = repeated
