@@ -80,8 +80,9 @@ def commands(page: str) -> list[list[str]]:
 
 
 def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The exit code of the command in this process."""
-    monkeypatch.setattr(sys, "argv", ["windowkv", *words])
+    """The exit code of the command in this process, which generates a few tokens only."""
+    few = ["--max-new-tokens", "4"] if words[0] == "generate" else []
+    monkeypatch.setattr(sys, "argv", ["windowkv", *words, *few])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
     with pytest.raises(SystemExit) as ended:
         main()
