@@ -4,6 +4,7 @@ Knows which operation touches which layers. Knows nothing of how one layer store
 """
 
 import copy
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,9 +26,12 @@ from windowkv.errors import ConfigError, InputError, OptionError, RollbackError
 from windowkv.history import TokenHistory
 from windowkv.layers import BufferedLayer, recurrent_states
 from windowkv.layout import CacheLayout, LayerSpec, read_layout
+from windowkv.offload import HostBuffer, Transfers, fetch_ahead
 from windowkv.packed_buffer import PackedBuffer
 from windowkv.quantisation import PackedRetention, Quantisation
 from windowkv.rows import RowSelection, checked_rows
+
+logger = logging.getLogger(__name__)
 
 ROLLBACK = 64  # tokens that can be taken back unless asked for otherwise; transformers drafts 20 at a time
 
@@ -44,10 +48,14 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         kv_dtype: "int8", "int4" or "fp8" to keep all but the newest tokens in so many bits; None for as computed. Such
             a cache carries no gradients.
         quantize: which layers that is: "full" for those that keep every token, "all" for those with a window too.
+        offload: keep full layers in host memory, and bring each to the accelerator for its share of a forward, while
+            the layers before it compute. Such a cache carries no gradients, and is not quantised. Without an
+            accelerator it changes nothing, and says so.
 
     Raises:
         ConfigError: the config describes no causal decoder, or contradicts itself.
-        OptionError: rollback is no integer >= 0, there is no such kv_dtype or quantize, or it does not fit a head_dim.
+        OptionError: rollback is no integer >= 0, offload no bool, there is no such kv_dtype or quantize, or it does not
+            fit a head_dim or offload.
     """
 
     def __init__(
@@ -57,16 +65,19 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         *,
         kv_dtype: str | None = None,
         quantize: str = "full",
+        offload: bool = False,
     ) -> None:
         """See the class."""
         self.quantisation = Quantisation(kv_dtype, quantize)
         self.rollback = checked_rollback(rollback)
         self.layout = read_layout(config)
         self.quantisation.check(self.layout)
+        transfers = _checked_transfers(offload, self.quantisation)
+        self.offloaded = transfers is not None  # whether full layers lie in host memory
         self.history: TokenHistory | None = None  # the ids seen, once it was used in generate of an enabled model
         self.changes = Changes()
         # Not DynamicCache.__init__, which makes its own layers: that base is there for encoder-decoder caches to find.
-        Cache.__init__(self, layers=_new_layers(config, self.layout, rollback, self.quantisation))
+        Cache.__init__(self, layers=_new_layers(config, self.layout, rollback, self.quantisation, transfers))
         self._unused = {i: fork_layer(layer) for i, layer in enumerate(self.layers) if i in self.layout.foreign}
 
     @property
@@ -92,6 +103,9 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
                 f"a batch of {key_states.shape[0]}, but this cache holds {rows} rows, and some of its layers "
                 "cannot repeat them: use batch_repeat_interleave first, or a new cache"
             )
+        if self.offloaded:
+            buffers = [getattr(layer, "buffer", None) for layer in self.layers]
+            fetch_ahead(buffers, layer_idx, key_states.device)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if not torch.compiler.is_compiling():
             self.changes.touch()
@@ -250,7 +264,28 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
             self.history.take_rows(rows.sources)
 
 
-def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int, quantisation: Quantisation) -> list[Any]:
+def _checked_transfers(offload: Any, quantisation: Quantisation) -> Transfers | None:
+    """What moves full layers to and from host memory; None where they stay. Raises OptionError."""
+    if not isinstance(offload, bool):
+        raise OptionError(f"offload={offload!r}: True or False")
+    if offload and quantisation.kv_dtype is not None:
+        raise OptionError(
+            f"offload=True with kv_dtype={quantisation.kv_dtype!r}: quantised layers stay where they are; use one"
+        )
+    transfers = Transfers()
+    if offload and not transfers.available():
+        logger.warning("offload=True: this machine has no accelerator, so there is nothing to offload")
+        return None
+    return transfers if offload else None
+
+
+def _new_layers(
+    config: PreTrainedConfig,
+    layout: CacheLayout,
+    rollback: int,
+    quantisation: Quantisation,
+    transfers: Transfers | None,
+) -> list[Any]:
     """A layer per spec: ours where windowkv stores it, else the one that transformers makes for it."""
     theirs: list[Any] = [None] * len(layout.layers)
     if not all(spec.buffered for spec in layout.layers):
@@ -264,16 +299,18 @@ def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int, qu
                 "a model that brings its own kind must be loaded first"
             ) from unknown
     return [
-        BufferedLayer(_new_buffer(spec, rollback, quantisation)) if spec.buffered else layer
+        BufferedLayer(_new_buffer(spec, rollback, quantisation, transfers)) if spec.buffered else layer
         for spec, layer in zip(layout.layers, theirs, strict=False)
     ]
 
 
-def _new_buffer(spec: LayerSpec, rollback: int, quantisation: Quantisation) -> Buffer | PackedBuffer:
+def _new_buffer(
+    spec: LayerSpec, rollback: int, quantisation: Quantisation, transfers: Transfers | None
+) -> Buffer | PackedBuffer:
     retention = quantisation.retention(spec, rollback)
     if isinstance(retention, PackedRetention):
         return PackedBuffer(retention, CODECS[str(quantisation.kv_dtype)])
-    return Buffer(retention)
+    return HostBuffer(retention, transfers) if transfers and spec.kind == "full" else Buffer(retention)
 
 
 def _rows(layer: Any) -> int | None:

@@ -43,6 +43,8 @@ class SlidingWindowCache(Cache):  # type: ignore[misc]
         OptionError: max_cache_len is no integer >= 1, or rollback none >= 0.
     """
 
+    offloaded = False
+
     def __init__(self, config: PreTrainedConfig, max_cache_len: int, rollback: int = ROLLBACK) -> None:
         """See the class."""
         self._max_cache_len = checked_length(max_cache_len)
