@@ -432,6 +432,7 @@ def test_plan_leaves_room_for_the_weights_when_asked(command: Command, model: st
     assert report["max_tokens"] == windowkv.max_tokens(model, MIB)
     assert "KiB of weights" in command(*arguments).out
     assert json.loads(command("plan", model, "--fit", 7, "--with-weights", "--json").out)["max_tokens"] == 0
+    assert "nothing fits: the weights alone take" in command("plan", model, "--fit", 7, "--with-weights").out
 
 
 def test_plan_refuses_weights_of_which_nobody_knows(command: Command, tmp_path: Path) -> None:
