@@ -1,3 +1,4 @@
+from . import plot as plot
 from .cache import DynamicSlidingWindowCache as DynamicSlidingWindowCache
 from .errors import (
     CacheFileError as CacheFileError,
@@ -16,4 +17,5 @@ from .memory import LayerPlan as LayerPlan, Plan as Plan
 from .persist import load as load
 from .planner import max_tokens as max_tokens, plan as plan
 from .prefix.store import PrefixStore as PrefixStore
+from .recorder import MemoryRecorder as MemoryRecorder
 from .static_cache import SlidingWindowCache as SlidingWindowCache

@@ -73,8 +73,8 @@ def compare(model: Any, prompt: Tensor, *, new_tokens: int, progress: Progress |
     return Comparison(prompt.shape[1], baseline, ours, planned.total_bytes, planned.uncounted)
 
 
-def curves(config: PreTrainedConfig, *, dtype: torch.dtype, up_to: int) -> tuple[Curve, Curve]:
-    """What transformers' cache and windowkv's hold at lengths up to `up_to`, without a model.
+def curves(config: PreTrainedConfig, *, dtype: torch.dtype, up_to: int, **options: Any) -> tuple[Curve, Curve]:
+    """What transformers' cache and windowkv's, made with these options, hold at lengths up to `up_to`.
 
     Both are fed tensors of the model's shapes, and the storages that they keep alive are counted.
     """
@@ -82,7 +82,7 @@ def curves(config: PreTrainedConfig, *, dtype: torch.dtype, up_to: int) -> tuple
     lengths = _grid(layout, up_to)
     return (
         _curve(partial(DynamicCache, config=config), layout, lengths, dtype),
-        _curve(partial(DynamicSlidingWindowCache, config), layout, lengths, dtype),
+        _curve(partial(DynamicSlidingWindowCache, config, **options), layout, lengths, dtype),
     )
 
 

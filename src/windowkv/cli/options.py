@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from windowkv.cli.sources import DEMO_MODEL
-from windowkv.plot import FORMATS
+
+FORMATS = (".png", ".svg", ".pdf")  # of pictures
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
