@@ -1,10 +1,10 @@
 """A compiled step of decoding past the window: `SlidingWindowCache` against transformers' `StaticCache`, as ratios.
 
-`python benchmarks/static_decode.py [--window 1024] [--batch 1] [--steps 50] [--rounds 9]`; a random Mistral of 4 layers, 512 wide,
-with 8 heads and 2 of keys and values, compiled once for each contender in the same way, and masked outside of the graph
-as `generate` does. Three contenders take turns: an enabled model with our cache, a plain model with our cache, and a
-plain model with transformers'. Medians, of time and of processor time, which other processes disturb less. Also prints
-how many graphs were compiled after the first steps.
+`python benchmarks/static_decode.py [--window 1024] [--batch 1] [--steps 50] [--rounds 9]`; a random Mistral of 4
+layers, 512 wide, with 8 heads and 2 of keys and values, compiled once for each contender in the same way, and masked
+outside of the graph as `generate` does. Three contenders take turns: an enabled model with our cache, a plain model
+with our cache, and a plain model with transformers'. Medians, of time and of processor time, which other processes
+disturb less. Also prints how many graphs were compiled after the first steps.
 """
 
 import argparse
@@ -104,7 +104,8 @@ def main() -> None:
         for name, run in runs.items()
     }
     compiled = {"at_first": graphs, "later": counters["stats"]["unique_graphs"] - graphs}
-    print(json.dumps({"window": options.window, "batch": options.batch, **result, "graphs_compiled": compiled}, indent=2))
+    report = {"window": options.window, "batch": options.batch, **result, "graphs_compiled": compiled}
+    print(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":

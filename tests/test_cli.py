@@ -115,7 +115,11 @@ def test_version_and_help(command: Command) -> None:
         ["plan", "folder"],
         ["plan", "folder", "--tokens", "-1"],
         ["plan", "folder", "--tokens", "many"],
-        ["plan", "folder", "--budget", "2 parsecs"],
+        ["plan", "folder", "--fit", "2 parsecs"],
+        ["plan"],
+        ["plan", "folder", "--tokens", "1", "--with-weights"],
+        ["plan", "folder", "--tokens", "1", "--max-cache-len", "5"],
+        ["plan", "folder", "--tokens", "1", "--ranks", "0"],
         ["plan", "folder", "--tokens", "1", "--dtype", "int8"],
         ["demo", "--tokens", "0"],
         ["demo", "--new-tokens", "1"],
@@ -315,6 +319,17 @@ def test_a_quantised_cache_is_saved_shown_and_continued_as_such(command: Command
     assert command(*options, "--kv-dtype", "int2").code == 2
 
 
+def test_a_store_keeps_quantised_caches_apart(command: Command, model: str, tmp_path: Path) -> None:
+    prompt = PROMPT * 20
+    options = ["generate", "--model", model, "--max-new-tokens", "5", "--prompt", prompt, "--store", tmp_path / "store"]
+    for packed in ([], ["--kv-dtype", "int8"], ["--kv-dtype", "int8", "--quantize", "all"]):
+        for reused in (0, len(prompt) - 1):
+            told = command(*options, *packed).err.replace(",", "")
+            assert f"{reused} of the prompt's {len(prompt)} tokens were taken" in told
+    (scope,) = json.loads(command("store", "ls", tmp_path / "store", "--json").out)["scopes"]
+    assert scope["points"] == 6
+
+
 def test_a_store_serves_the_next_run_and_is_kept_in_order(command: Command, model: str, tmp_path: Path) -> None:
     folder = tmp_path / "store"
     options = ["generate", "--model", model, "--max-new-tokens", "20", "--prompt", PROMPT]
@@ -394,15 +409,83 @@ def test_plan_as_json_is_the_plan(command: Command, model: str, dtype: str) -> N
     ("budget", "nbytes"), [("1.5MiB", 3 * MIB // 2), ("2 GiB", 2048 * MIB), ("1500000", 1500000), ("7B", 7)]
 )
 def test_plan_tells_how_many_tokens_fit_in_a_budget(command: Command, model: str, budget: str, nbytes: int) -> None:
-    report = json.loads(command("plan", model, "--budget", budget, "--json").out)
+    report = json.loads(command("plan", model, "--fit", budget, "--json").out)
     assert report["budget_bytes"] == nbytes
     assert report["max_tokens"] == windowkv.max_tokens(model, nbytes)
-    assert f"{report['max_tokens']:,} tokens fit in" in command("plan", model, "--budget", budget).out
+    assert f"{report['max_tokens']:,} tokens fit in" in command("plan", model, "--fit", budget).out
 
 
-def test_plan_answers_both_questions_at_once(command: Command, model: str) -> None:
-    report = json.loads(command("plan", model, "--tokens", 10, "--budget", "1MiB", "--json").out)
-    assert {"total_bytes", "max_tokens"} <= set(report)
+def test_plan_answers_all_questions_at_once(command: Command, model: str) -> None:
+    report = json.loads(command("plan", model, "--tokens", 10, "--fit", "1MiB", "--json").out)
+    assert report["total_bytes"] == windowkv.plan(model, tokens=10).total_bytes
+    assert report["max_tokens"] == windowkv.max_tokens(model, MIB)
+    assert report["max_batch_size"] == windowkv.max_batch_size(model, MIB, tokens=10)
+    out = command("plan", model, "--tokens", 10, "--fit", "1MiB").out
+    assert f"{report['max_batch_size']:,} rows of 10 tokens fit in 1.0 MiB of keys and values alone" in out
+
+
+def test_plan_shows_transformers_peak_and_the_weights(command: Command, model: str) -> None:
+    out = command("plan", model, "--tokens", 400).out
+    rows = {line.split("  ")[1].strip(): line.split()[-2:] for line in out.splitlines() if line.startswith("  ")}
+    assert rows["so with transformers' DynamicCache"] == ["500.0", "KiB"]  # 400 tokens in 4 layers, and one layer's
+    weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    assert float(rows["weights"][0]) == pytest.approx(weights / 1024, rel=0.05)
+
+
+def test_plan_leaves_room_for_the_weights_when_asked(command: Command, model: str) -> None:
+    weights = windowkv.weight_bytes(model)
+    assert weights is not None
+    arguments = ("plan", model, "--fit", weights + MIB, "--with-weights")
+    report = json.loads(command(*arguments, "--json").out)
+    assert (report["weight_bytes"], report["counted_weight_bytes"]) == (weights, weights)
+    assert report["max_tokens"] == windowkv.max_tokens(model, MIB)
+    assert "KiB of weights" in command(*arguments).out
+    assert json.loads(command("plan", model, "--fit", 7, "--with-weights", "--json").out)["max_tokens"] == 0
+
+
+def test_plan_refuses_weights_of_which_nobody_knows(command: Command, tmp_path: Path) -> None:
+    config = MODELS["gemma3"]().config
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(tmp_path / "packed")
+    code, _, err = command("plan", "packed", "--fit", "1MiB", "--with-weights")
+    assert code == 1
+    assert "--with-weights: nobody can say what those of packed weigh" in err
+    assert "unknown" in command("plan", "packed", "--tokens", 5).out
+
+
+def test_plan_goes_on_without_weights_that_cannot_be_read(command: Command, model: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "torn")
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    code, out, err = command("plan", folder, "--tokens", 5)
+    assert code == 0
+    assert "unknown" in out
+    assert "note: cannot read the weights' sizes" in err
+    assert command("plan", folder, "--fit", "1MiB", "--with-weights").code == 1
+
+
+def test_plan_of_a_static_cache_and_of_one_rank(command: Command, model: str) -> None:
+    options = ("--tokens", 100, "--static", "--max-cache-len", 300, "--ranks", 2, "--fit", "1MiB", "--json")
+    report = json.loads(command("plan", model, *options).out)
+    expected = {"cache": "static", "ranks": 2}
+    assert report["total_bytes"] == windowkv.plan(model, tokens=100, max_cache_len=300, **expected).total_bytes
+    assert report["max_tokens"] == windowkv.max_tokens(model, MIB, **expected)
+    assert report["max_batch_size"] == windowkv.max_batch_size(model, MIB, tokens=100, max_cache_len=300, **expected)
+    weights = windowkv.weight_bytes(model)
+    assert weights is not None
+    assert report["weight_bytes"] == -(-weights // 2)
+    assert "one of 2 ranks" in " ".join(command("plan", model, "--tokens", 100, "--ranks", 2).out.split())
+
+
+def test_plan_knows_public_models_by_name(command: Command) -> None:
+    listed = json.loads(command("plan", "--list", "--json").out)
+    assert listed["mistral-7b-v0.1"]["hub"] == "mistralai/Mistral-7B-v0.1"
+    assert [layer["window"] for layer in listed["mistral-7b-v0.1"]["layers"]] == [4096] * 32
+    assert "52 sliding, window 1,024; 10 full" in command("plan", "--list").out
+    report = json.loads(command("plan", "mistral-7b-v0.1", "--tokens", 32768, "--fit", "8GiB", "--json").out)
+    assert (report["baseline_bytes"], report["weight_bytes"]) == (4 << 30, 2 * 7_241_732_096)
+    assert report["max_tokens"] is None
+    out = command("plan", "mistral-7b-v0.1", "--fit", "8GiB").out
+    assert "any number of tokens fits in 8.00 GiB of keys and values alone; the model's config ends at 32,768" in out
 
 
 # -- doctor

@@ -3,8 +3,9 @@
 A sample in the normal run; all of them with `--every-architecture` (`make test-all`).
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ import windowkv
 from tiny import MODELS, WINDOW, build, generated, uncached
 from windowkv import DynamicSlidingWindowCache, PrefixStore
 from windowkv.architectures import windowed_configs
+from windowkv.cache import layers_nbytes
 from windowkv.continuation import cache_name
 from windowkv.doctor import CACHES, Examination, examine
-from windowkv.errors import TinyModelError
+from windowkv.errors import ConfigError, TinyModelError
 from windowkv.layout import read_layout
 from windowkv.operations import OPERATIONS, text
 from windowkv.tiny_model import tiny_model
@@ -75,8 +77,6 @@ _EXPECTED: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(["inkling_mm_model", "inkling_text", "lfm3", "lfm3_vl"], _NO_WAY_BACK),
     # Padding is compressed together with tokens.
     "deepseek_v4": _STATEFUL | {"padded batch": _THEIRS, "beams": _MAYBE_THEIRS},
-    # Its forward appends layers to the cache that it is given.
-    "dory": {"save and load": "refused, because this cache has 8 layers, and the model's config says 6"},
     # Its mask depends on what it is fed at once, in older releases.
     "doge": dict.fromkeys(["generate short", "generate at the window"], _MAYBE_THEIRS),
     "minimax": dict.fromkeys(OPERATIONS, _OWN_CACHE),
@@ -114,13 +114,17 @@ _EXPECTED_STATIC: Mapping[str, Mapping[str, str]] = {
 _NOT_BUILT = {"kyutai_speech_to_text", "voxtral_realtime"}
 if Version(hf.__version__) < Version("5.24"):  # its sliding layers need rotary parameters that its config lacks
     _NOT_BUILT |= {"step3p7"}
+_NOT_PLANNED = {*_NOT_BUILT, *_TAKES_NO_CACHE}
+if Version(hf.__version__) < Version("5.24"):  # it keeps states and keys in the model, in no cache
+    _NOT_PLANNED |= {"recurrent_gemma"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.function is test_every_cache_with:
+    if metafunc.function in (test_every_cache_with, test_a_plan_is_exact_for):
         every = metafunc.config.getoption("every_architecture")
         found = [name for name, _ in windowed_configs()] if every else SAMPLE
-        metafunc.parametrize("architecture", [name for name in found if name in CONFIG_MAPPING])
+        without = _NOT_PLANNED if metafunc.function is test_a_plan_is_exact_for else ()
+        metafunc.parametrize("architecture", [name for name in found if name in CONFIG_MAPPING and name not in without])
 
 
 def unexpected(examination: Examination, architecture: str = "") -> dict[tuple[str, str], str]:
@@ -167,6 +171,28 @@ def test_every_cache_with(architecture: str) -> None:
         assert packing_error(model) < 0.03
 
 
+def planned_caches(config: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """`(options of plan, empty cache)` of every kind that a model can have."""
+    for options in ({}, {"kv_dtype": "int8"}, {"kv_dtype": "int4", "quantize": "all", "rollback": 5}):
+        yield options, DynamicSlidingWindowCache(config, **options)
+    with contextlib.suppress(ConfigError):  # some cannot be static
+        yield {"cache": "static", "max_cache_len": 180}, windowkv.SlidingWindowCache(config, max_cache_len=180)
+
+
+def test_a_plan_is_exact_for(architecture: str) -> None:
+    model = tiny_model(CONFIG_MAPPING[architecture](), windows=True)
+    for options, cache in planned_caches(model.config):
+        seen = 0
+        for chunk in text(2, 175).split([5, 1, 60, 1, 108], dim=1):
+            with torch.no_grad():
+                model(chunk, **{cache_name(model): cache}, use_cache=True)
+            seen += chunk.shape[1]
+            planned = windowkv.plan(model.config, tokens=seen, batch_size=2, dtype=torch.float32, **options)
+            ours = [layer for i, layer in enumerate(cache.layers) if i not in planned.uncounted]
+            assert planned.total_bytes == layers_nbytes(ours), (options, seen)
+            assert planned.uncounted or planned.total_bytes == cache.nbytes
+
+
 @pytest.mark.parametrize("architecture_without_window", ["moshi", "qwen3_omni_moe_thinker", "nemotron_h"])
 def test_a_window_that_no_code_applies_makes_full_layers(architecture_without_window: str) -> None:
     config = tiny_model(CONFIG_MAPPING[architecture_without_window](), windows=True).config
@@ -174,16 +200,19 @@ def test_a_window_that_no_code_applies_makes_full_layers(architecture_without_wi
     assert not any(layer.bounded for layer in read_layout(config).layers)
 
 
-@pytest.mark.parametrize("architecture", [name for name in ("dory", "unlimited_ocr") if name in CONFIG_MAPPING])
-def test_a_store_keeps_nothing_of_layers_that_it_cannot_resume(architecture: str) -> None:
-    """Layers that a model adds to a cache, and windows that begin where the first forward ended."""
+@pytest.mark.parametrize(
+    ("architecture", "resumed"),
+    [(name, resumed) for name, resumed in {"dory": True, "unlimited_ocr": False}.items() if name in CONFIG_MAPPING],
+)
+def test_a_store_resumes_layers_or_keeps_nothing_of_them(architecture: str, resumed: bool) -> None:
+    """Layers that are run several times, and windows that begin where the first forward ended."""
     model, store = tiny_model(CONFIG_MAPPING[architecture](), windows=True), PrefixStore(1 << 20)
     ids = text(1, 5 * WINDOW)
     expected = uncached(model, ids, 9)
     windowkv.enable(model, prefix_store=store)
     generated(model, ids[:, : 3 * WINDOW], 9)
     assert torch.equal(generated(model, ids, 9), expected)
-    assert store.stats.tokens_reused == 0
+    assert (store.stats.tokens_reused > 0) == resumed
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -111,6 +111,19 @@ def broken(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+def test_a_cache_to_which_a_model_added_layers_is_neither_saved_nor_stored(path: Path) -> None:
+    model, ids = shared_model("gemma3"), tokens(1, 20)
+    cache = filled(model, ids)
+    cache.layers.append(copy.deepcopy(cache.layers[0]))
+    with pytest.raises(InputError, match="5 layers, and the model's config says 4"):
+        cache.save(path)
+    assert not path.exists()
+    store = windowkv.PrefixStore(1 << 20)
+    store.bind(model)
+    assert not store.insert(ids, cache)
+    assert store.lookup(ids) is None
+
+
 def test_a_loaded_cache_stays_in_the_file_until_it_is_written_and_never_changes_it(path: Path) -> None:
     model = shared_model("gemma3")
     filled(model, tokens(1, 60)).save(path)

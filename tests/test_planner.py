@@ -184,3 +184,91 @@ def test_an_encoders_layers_are_not_counted(encoder: int, decoder: int) -> None:
     held = windowkv.plan(config, tokens=cache.get_seq_length(), dtype=torch.float32)
     assert len(held.layers) == decoder
     assert cache.self_attention_cache.nbytes == held.total_bytes
+
+
+class Watched(hf.DynamicCache):
+    """transformers' cache, and the most bytes that it and a layer's new keys and values ever took."""
+
+    peak = 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        visible = super().update(key_states, value_states, *args, **kwargs)
+        self.peak = max(self.peak, storage_nbytes(self) + key_states.nbytes + value_states.nbytes)
+        return visible
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma3n", "llama4-chunk8"])
+def test_transformers_peak_is_what_its_cache_keeps_alive_during_a_prompt(name: str) -> None:
+    model = shared_model(name)
+    cache = Watched(config=model.config)
+    fed(model, cache, tokens(2, 300), 300)
+    planned = windowkv.plan(model.config, tokens=300, batch_size=2, dtype=torch.float32)
+    counters = 8 * len(planned.layers)  # a tensor in which each of its sliding layers keeps the window
+    assert planned.transformers_peak_bytes <= cache.peak <= planned.transformers_peak_bytes + counters
+    assert planned.peak_prefill_bytes < planned.transformers_peak_bytes
+
+
+def heads(query: int, kv: int) -> Any:
+    return hf.MistralConfig(
+        num_hidden_layers=2, num_attention_heads=query, num_key_value_heads=kv, head_dim=16, sliding_window=8
+    )
+
+
+@pytest.mark.parametrize(("kv", "ranks", "kept"), [(8, 1, 8), (8, 2, 4), (8, 8, 1), (2, 8, 1), (1, 4, 1), (8, 16, 1)])
+def test_each_rank_keeps_its_share_of_the_heads_and_one_at_least(kv: int, ranks: int, kept: int) -> None:
+    for options in ({}, {"kv_dtype": "int8"}, {"cache": "static"}):
+        planned = windowkv.plan(heads(16, kv), tokens=300, ranks=ranks, **options)
+        alone = windowkv.plan(heads(16, kept), tokens=300, **options)
+        assert (planned.total_bytes, planned.baseline_bytes) == (alone.total_bytes, alone.baseline_bytes)
+
+
+@pytest.mark.parametrize(("query", "kv", "ranks"), [(16, 8, 3), (16, 8, 32), (24, 8, 16), (12, 6, 4), (12, 3, 2)])
+def test_heads_that_ranks_cannot_share_are_refused(query: int, kv: int, ranks: int) -> None:
+    with pytest.raises(OptionError, match=f"ranks={ranks}: {query} heads, and {kv} of keys") as refused:
+        windowkv.plan(heads(query, kv), tokens=5, ranks=ranks)
+    for working in map(int, str(refused.value).split("; ")[1].removesuffix(" would work").split(",")):
+        windowkv.plan(heads(query, kv), tokens=5, ranks=working)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1.5, True, None])
+def test_a_number_of_ranks_that_is_none_is_refused(ranks: Any) -> None:
+    with pytest.raises(OptionError, match="ranks"):
+        windowkv.plan(heads(16, 8), tokens=5, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cache": "static"}, {"cache": "static", "max_cache_len": 500}, {"kv_dtype": "int8", "ranks": 2}]
+)
+def test_max_batch_size_is_the_last_that_fits(options: dict[str, Any]) -> None:
+    config = shared_model("gemma3").config
+    for budget in (100_000, 1_000_000, 5_000_001):
+        most = windowkv.max_batch_size(config, budget, tokens=400, **options)
+        assert most is not None
+        assert most == 0 or windowkv.plan(config, tokens=400, batch_size=most, **options).total_bytes <= budget
+        assert windowkv.plan(config, tokens=400, batch_size=most + 1, **options).total_bytes > budget
+
+
+def test_nothing_at_all_fits_any_number_of_times() -> None:
+    assert windowkv.max_batch_size(shared_model("gemma3").config, 0, tokens=0) is None
+    assert windowkv.max_batch_size(shared_model("gemma3").config, 0, tokens=1) == 0
+
+
+def test_max_tokens_of_a_static_cache_is_the_longest_that_can_be_made() -> None:
+    config = shared_model("gemma3").config
+    most = windowkv.max_tokens(config, 1_000_000, cache="static")
+    assert most is not None
+    assert windowkv.plan(config, tokens=most, cache="static").total_bytes <= 1_000_000
+    assert windowkv.plan(config, tokens=most + 1, cache="static").total_bytes > 1_000_000
+    assert windowkv.max_tokens(config, 10, cache="static") == 0
+    assert windowkv.max_tokens(shared_model("mistral").config, 1_000_000, cache="static") is None
+
+
+@pytest.mark.parametrize("option", [{"tokens": -1}, {"tokens": "5"}, {"rollback": -1}, {"kv_dtype": "int2"}])
+def test_what_max_batch_size_cannot_use_is_refused_by_name(option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(option))):
+        windowkv.max_batch_size(shared_model("gemma3").config, 1000, **{"tokens": 5} | option)
+
+
+def test_static_caches_are_not_quantised() -> None:
+    with pytest.raises(OptionError, match="kv_dtype='int8'"):
+        windowkv.plan(shared_model("gemma3").config, tokens=5, cache="static", kv_dtype="int8")

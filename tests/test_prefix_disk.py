@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,10 +19,11 @@ from moto.server import ThreadedMotoServer
 from torch import Tensor
 
 import windowkv
-from test_prefix_store import held_bytes
+from test_prefix_store import FORMS, cold, held_bytes, packing, same_bits
 from tiny import ARCHITECTURES, MODELS, STATEFUL, fed, generated, shared_model, tokens, uncached
 from windowkv import DynamicSlidingWindowCache, OptionError, PrefixStore, cache_file
 from windowkv.prefix.disk import DiskTier, scopes
+from windowkv.quantisation import Quantisation
 
 MIB = 1 << 20
 
@@ -271,7 +273,7 @@ def test_files_that_cannot_be_reached_are_a_miss(tmp_path: Path, monkeypatch: py
         raise ConnectionError("no route")
 
     for name in ("ls", "glob", "exists", "makedirs"):
-        monkeypatch.setattr(store._disk._files, name, broken)
+        monkeypatch.setattr(store._disk_of(store._form)._files, name, broken)
     for _ in range(3):
         assert torch.equal(generated(model, ids, 5), uncached(shared_model("gemma3"), ids, 5))
     assert (store.stats.hits, store.stats.disk_nbytes) == (2, 0)
@@ -325,6 +327,7 @@ def test_keys_are_chains_over_scope_and_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", ["nosuch://place", "/proc/nowhere/at/all"])
 def test_a_directory_that_cannot_be_used_is_named(bad: str) -> None:
     store, model = store_of(bad), MODELS["mistral"]()
+    assert store.stats.disk_nbytes == 0
     with pytest.raises(OptionError, match="cannot be used"):
         windowkv.enable(model, prefix_store=store)
     assert "_prefill" not in vars(model)
@@ -332,6 +335,63 @@ def test_a_directory_that_cannot_be_used_is_named(bad: str) -> None:
         store.lookup([1, 2, 3])
     with pytest.raises(OptionError, match="max_disk_bytes"):
         PrefixStore(1, max_disk_bytes=-1)
+
+
+# --- quantised caches
+
+
+@pytest.mark.parametrize("length", [3, 96, 256, 700])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_quantised_beginning_is_found_after_a_restart_bit_for_bit(
+    form: Quantisation, length: int, tmp_path: Path
+) -> None:
+    model, store = packing("wide", form, directory=tmp_path)
+    ids, more = tokens(1, length), tokens(1, 40, seed=1)
+    cache = cold(model, form, ids, length)
+    store.insert(ids, cache)
+    store.flush()
+    stores = [PrefixStore(max_bytes, tmp_path) for max_bytes in (64 * MIB, 1000)]
+    for other in stores:  # what is too large for memory is handed out from its files
+        other.bind(model, **asdict(form))
+        before = other.lookup(ids)
+        assert before is not None
+        assert before.get_seq_length() == length - 1
+        found = other.lookup(torch.cat((ids, more), dim=1))
+        assert found is not None
+        assert found.get_seq_length() == length
+        assert same_bits(found, cache)
+        assert torch.equal(fed(model, found, more, 20), fed(model, cache.fork(), more, 20))
+        assert other.stats.nbytes == held_bytes(other)
+    assert (stores[0].stats.fetched, stores[1].stats.nbytes) == (1, 0)
+
+
+def test_what_other_processes_fed_in_other_pieces_is_never_mixed(tmp_path: Path) -> None:
+    form, system = FORMS[3], tokens(1, 600)
+    recipes = {pieces: torch.cat((system, tokens(1, 30, seed=sum(pieces))), dim=1) for pieces in [(630,), (300, 320)]}
+    for pieces, text in recipes.items():
+        model, store = packing("wide", form, directory=tmp_path)
+        store.insert(text, cold(model, form, text, *pieces))
+        store.flush()
+    for pieces, text in recipes.items():
+        model, store = packing("wide", form, directory=tmp_path)
+        found = store.lookup(torch.cat((text, text), dim=1))
+        assert found is not None
+        assert same_bits(found, cold(model, form, text, *pieces))
+    blocks = [path.name for path in files(tmp_path) if path.name.startswith("b-")]
+    assert (len(blocks), len({name.split("-")[1] for name in blocks})) == (3, 2), (
+        "no token of the first 256 saw a packed one"
+    )
+
+
+def test_files_of_all_forms_stay_within_their_bytes_together(tmp_path: Path) -> None:
+    texts = [tokens(1, 300, seed=seed) for seed in range(2)]
+    for text in texts:
+        for form in FORMS:
+            model, store = packing("wide", form, directory=tmp_path, max_disk_bytes=300_000)
+            store.insert(text, cold(model, form, text, 300))
+            assert 0 < store.stats.disk_nbytes <= 300_000
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 300_000
+    assert store.lookup(torch.cat((text, text), dim=1)) is not None
 
 
 WORKER = """

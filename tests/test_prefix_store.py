@@ -6,6 +6,11 @@ import os
 import pickle
 import random
 import threading
+from dataclasses import asdict
+from functools import cache
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -33,10 +38,13 @@ from tiny import (
 )
 from windowkv import DynamicSlidingWindowCache, InputError, OptionError, PrefixStore
 from windowkv.cache import layers_nbytes
+from windowkv.prefix.disk import scopes
 from windowkv.prefix.fingerprint import fingerprint
 from windowkv.prefix.texts import Text, as_ids
+from windowkv.quantisation import Quantisation
 
 MIB = 1 << 20
+PLAIN = Quantisation().form(0)
 
 
 def served(name: str, max_bytes: int = 64 * MIB, **options: Any) -> tuple[Any, PrefixStore]:
@@ -618,11 +626,11 @@ def test_rows_that_share_less_are_resumed_where_all_can_be() -> None:
     for text in (one, other[:, :70]):
         store.insert(text, filled(model, text, rollback=40))
     text = joined(torch.cat((one, other)), tokens(2, 10, seed=2))
-    cache = store.lookup_rows([Text(as_ids(row)) for row in text])
+    cache = store.lookup_rows([Text(as_ids(row)) for row in text], PLAIN)
     assert cache is not None
     assert (cache.get_seq_length(), cache.rows) == (70, 2)
     torch.testing.assert_close(fed(model, cache, text[:, 70:]), logits(model, text)[:, 70:], atol=1e-4, rtol=0)
-    assert store.lookup_rows([Text(as_ids(one)), Text(as_ids(tokens(1, 50, seed=9)))]) is None
+    assert store.lookup_rows([Text(as_ids(one)), Text(as_ids(tokens(1, 50, seed=9)))], PLAIN) is None
 
 
 def test_what_was_fed_unseen_is_never_stored() -> None:
@@ -727,3 +735,313 @@ def test_many_threads_share_a_store() -> None:
         thread.join()
     assert not wrong
     assert store.stats.nbytes == held_bytes(store) <= 500_000
+
+
+# --- quantised caches
+
+FORMS = [Quantisation(kv_dtype, quantize) for kv_dtype in ("int8", "int4", "fp8") for quantize in ("full", "all")]
+
+
+def wide() -> Any:
+    """A model whose windows are worth quantising, beside a full layer."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return build(hf.Gemma2ForCausalLM, hf.Gemma2Config, sliding_window=150, layer_types=kinds, query_pre_attn_scalar=16)
+
+
+@cache
+def reference(name: str) -> Any:
+    """The same model without a store."""
+    return windowkv.enable(wide() if name == "wide" else (MODELS | STATEFUL)[name]())
+
+
+def packing(
+    name: str,
+    form: Quantisation,
+    max_bytes: int = 64 * MIB,
+    directory: Any = None,
+    max_disk_bytes: Any = None,
+    **options: Any,
+) -> tuple[Any, PrefixStore]:
+    store, model = (
+        PrefixStore(max_bytes, directory, max_disk_bytes=max_disk_bytes),
+        wide() if name == "wide" else (MODELS | STATEFUL)[name](),
+    )
+    return windowkv.enable(model, prefix_store=store, **asdict(form), **options), store
+
+
+def cold(model: Any, form: Quantisation, ids: Tensor, *pieces: int, **options: Any) -> DynamicSlidingWindowCache:
+    """A cache that was fed the beginning of a text in these pieces."""
+    cache = DynamicSlidingWindowCache(model.config, **asdict(form), **options)
+    if pieces:
+        fed(model, cache, ids[:, : sum(pieces)], *pieces)
+    return cache
+
+
+def in_pieces(name: str, form: Quantisation, ids: Tensor, new: int, *pieces: int, **options: Any) -> Tensor:
+    """What follows when a text is fed in these pieces, and then what is left of it, without a store."""
+    alone, rows = reference(name), options.get("num_beams", options.get("num_return_sequences", 1))
+    past = cold(alone, form, ids, *pieces)
+    if pieces and alone.config.layer_types[0] == "conv":  # whose states do not repeat a row by themselves
+        past.batch_repeat_interleave(rows)
+    return generated(alone, ids, new, **cache_argument(alone, past), **options)
+
+
+def same_bits(one: DynamicSlidingWindowCache, other: DynamicSlidingWindowCache) -> bool:
+    """Whether the next query is shown the same of every layer that windowkv stores."""
+    pairs = [
+        (a.buffer.tail, b.buffer.tail) for a, b in zip(one.layers, other.layers, strict=True) if hasattr(a, "buffer")
+    ]
+    return all(torch.equal(x, y) for pair in pairs for x, y in zip(*pair, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*product(["wide"], FORMS), *zip(["gemma3", "gemma3n", "llama4-chunk8", "lfm2"], FORMS[:4], strict=True)],
+    ids=str,
+)
+def test_a_quantised_hit_goes_on_as_the_cache_that_was_stored_bit_for_bit(name: str, form: Quantisation) -> None:
+    model, store = packing(name, form)
+    more = tokens(1, 70, seed=1)
+    for length in (50, 192, 400):
+        ids = tokens(1, length)
+        cache = cold(model, form, ids, length - 30, 29, 1)
+        assert store.insert(ids, cache)
+        found = store.lookup(joined(ids, more))
+        assert found is not None
+        assert (found.get_seq_length(), found.quantisation) == (length, form)
+        assert same_bits(found, cache)
+        assert torch.equal(fed(model, found, more, 30), fed(model, cache, more, 30))
+        assert found.nbytes == cache.nbytes
+        before = store.lookup(ids)
+        assert (before is None) == (name == "lfm2" and length == 50)
+        if name != "lfm2":
+            assert before is not None
+            assert before.get_seq_length() == length - 1
+            assert same_bits(before, cold(model, form, ids, length - 30, 29))
+    assert store.stats.nbytes == held_bytes(store)
+
+
+def test_forms_never_serve_each_other(tmp_path: Path) -> None:
+    model, ids = wide(), tokens(1, 300)
+    text = joined(ids, tokens(1, 9, seed=1))
+    asked = [(form, rollback) for form in (Quantisation(), *FORMS) for rollback in (64, 100)]
+    for directory in (None, tmp_path):
+        store = PrefixStore(64 * MIB, directory)
+        store.bind(model)
+        for i, (form, rollback) in enumerate(asked):
+            options = asdict(form) | {"rollback": rollback}
+            assert (store.lookup(text, **options) is None) == (i != 1), "what is not quantised serves any rollback"
+            store.insert(ids, cold(model, form, ids, 300, rollback=rollback))
+        store.flush()
+        if directory:
+            store = PrefixStore(64 * MIB, directory)
+            store.bind(model)
+        for form, rollback in asked:
+            found = store.lookup(text, **asdict(form), rollback=rollback)
+            assert found is not None
+            assert (found.quantisation, found.rollback) == (form, rollback)
+            assert same_bits(found, cold(model, form, ids, 300, rollback=rollback))
+        assert store.stats.nbytes == held_bytes(store)
+    assert len(scopes(tmp_path)) == 1
+
+
+def test_a_lookup_by_hand_is_for_the_caches_that_the_model_makes() -> None:
+    model, store = packing("wide", FORMS[0], rollback=100)
+    ids = tokens(1, 150)
+    generated(model, ids, 3)
+    text = joined(ids, tokens(1, 5, seed=1))
+    found = store.lookup(text)
+    assert found is not None
+    assert (found.quantisation, found.rollback) == (FORMS[0], 100)
+    assert store.lookup(text, kv_dtype=None) is None
+    store.bind(model)  # all weights are read again, and that is all
+    assert store.lookup(text) is not None
+    windowkv.enable(model, prefix_store=store, kv_dtype=None)
+    assert store.lookup(text) is None
+    for bad in ({"kv_dtype": "int2"}, {"kv_dtype": "int8", "quantize": "some"}):
+        with pytest.raises(OptionError):
+            store.lookup(text, **bad)
+        with pytest.raises(OptionError):
+            store.bind(model, **bad)
+    assert store.lookup(text, kv_dtype="int8", rollback=100) is not None
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_what_was_fed_in_other_pieces_is_never_mixed(form: Quantisation) -> None:
+    model, store = packing("wide", form)
+    system, recipes = tokens(1, 280), {}
+    for seed, pieces in enumerate([(300,), (100, 200), (1,) * 30 + (170, 100), (300,), (100, 180, 20)]):
+        text = joined(system, tokens(1, 20, seed=seed + 1))
+        store.insert(text, cold(model, form, text, *pieces))
+        recipes[pieces] = text
+    for pieces, text in recipes.items():
+        found = store.lookup(joined(text, text))
+        assert found is not None
+        assert found.get_seq_length() == 300
+        assert same_bits(found, cold(model, form, text, *pieces))
+    assert store.stats.nbytes == held_bytes(store)
+
+
+def test_packed_texts_that_begin_alike_share_what_is_packed() -> None:
+    model, store = packing("mistral-full", FORMS[0])
+    system = tokens(1, 500)
+    for seed in range(4):
+        text = joined(system, tokens(1, 12, seed=seed))
+        store.insert(text, cold(model, FORMS[0], text, 512))
+    blocks = sum(part.untyped_storage().nbytes() for node in store._nodes() for layer in node.block for part in layer)
+    per_token = 4 * 2 * 2 * (16 + 2)  # layers, heads, keys and values: a byte each and a scale
+    assert blocks == (500 + 4 * 12) * per_token
+    assert store.stats.nbytes == held_bytes(store) == blocks + 4 * 96 * 4 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[3]], ids=str)
+@pytest.mark.parametrize("name", ["wide", "gemma3", "gemma3n", "llama4-chunk8", "lfm2"])
+def test_a_quantised_system_prompt_is_reused(name: str, form: Quantisation) -> None:
+    model, store = packing(name, form, rollback=2)
+    system = tokens(1, 150)
+    for request in range(4):
+        text = joined(system, tokens(1, 40, seed=10 + request))
+        with counted(model) as widths:
+            reply = generated(model, text, 6)
+        expected = in_pieces(name, form, text, 6, *([150] if request else []))
+        assert torch.equal(reply, expected)
+        assert sum(widths) == (190 if request < 2 else 40) + 5
+    assert store.stats.tokens_reused == 2 * 150
+    assert store.stats.nbytes == held_bytes(store)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_growing_chat_of_a_quantised_cache(form: Quantisation) -> None:
+    model, store = packing("wide", form)
+    alone, kept = reference("wide"), DynamicSlidingWindowCache(model.config, **asdict(form))
+    history = tokens(1, 120)
+    for turn in range(8):
+        with counted(model) as widths:
+            reply = generated(model, history, 10)
+        assert torch.equal(reply, generated(alone, history, 10, **cache_argument(alone, kept)))
+        assert widths[0] == (120 if not turn else 1 + 15)
+        history = joined(history, reply, tokens(1, 15, seed=turn))
+    assert store.stats.hits == 7
+
+
+@pytest.mark.parametrize("length", [60, 127, 128, 129, 200])
+def test_the_same_prompt_again_and_one_edited_in_the_middle(length: int) -> None:
+    form = FORMS[3]
+    model, store = packing("wide", form)
+    ids = tokens(1, length)
+    for pieces in ([], [length - 1], [length - 1]):
+        with counted(model) as widths:
+            assert torch.equal(generated(model, ids, 6), in_pieces("wide", form, ids, 6, *pieces))
+        assert widths[0] == (1 if pieces else length)
+    for request in range(3):
+        edited = joined(ids[:, :45], tokens(1, length - 45, seed=5 + request))
+        with counted(model) as widths:
+            assert torch.equal(generated(model, edited, 6), in_pieces("wide", form, edited, 6, 45))
+        assert widths[0] == (length - 45 if request or length == 60 else 45)
+    assert store.stats.nbytes == held_bytes(store)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}, {"prefill_chunk_size": 16}, {"streamer": 1}],
+)
+@pytest.mark.parametrize("name", ["wide", "lfm2"])
+def test_beams_samples_chunks_and_streams_of_quantised_caches(name: str, options: dict[str, Any]) -> None:
+    form = FORMS[1]
+    model, store = packing(name, form)
+    system = tokens(1, 150)
+    store.insert(system, cold(model, form, system, 150))
+    heard: list[int] = []
+    streamer = SimpleNamespace(put=lambda new: heard.extend(new.flatten().tolist()), end=lambda: None)
+    options = options | ({"streamer": streamer} if "streamer" in options else {})
+    for seed in range(2):
+        text = joined(system, tokens(1, 10, seed=seed))
+        heard.clear()
+        torch.manual_seed(3)
+        reply = generated(model, text, 6, **options)
+        assert heard in ([], [*text[0].tolist(), *reply[0].tolist()])
+        torch.manual_seed(3)
+        assert torch.equal(reply, in_pieces(name, form, text, 6, 150, **options))
+    assert store.stats.hits == 2
+
+
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[2]], ids=str)
+def test_rows_of_a_batch_are_packed_as_one(form: Quantisation) -> None:
+    model, store = packing("wide", form)
+    system = tokens(1, 150)
+    for request in range(3):
+        text = joined(system.expand(3, -1), tokens(3, 50, seed=10 + request))
+        with counted(model) as widths:
+            reply = generated(model, text, 6)
+        assert torch.equal(reply, in_pieces("wide", form, text, 6, *([150] if request else [])))
+        assert widths[0] == (200, 150, 50)[request]
+    assert store.stats.nbytes == held_bytes(store)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_padded_rows_are_packed_where_a_padded_batch_is(form: Quantisation) -> None:
+    model, store = packing("wide", form)
+    texts = [Text(as_ids(tokens(1, 260 - gap, seed=gap)), gap) for gap in (0, 17, 230)]
+    for text in texts:
+        ids = torch.from_numpy(text.ids[: 240 - text.padding]).long()[None]
+        store.insert(ids, cold(model, form, ids, ids.shape[1]))
+    found = store.lookup_rows(texts, form.form(64))
+    ids, mask = left_padded([torch.from_numpy(text.ids).long() for text in texts])
+    batch, positions = DynamicSlidingWindowCache(model.config, **asdict(form)), (mask.cumsum(1) - 1).clamp(min=0)
+
+    def logits_of(cache: Any, start: int, end: int) -> Tensor:
+        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+        with torch.no_grad():
+            return model(ids[:, start:end], use_cache=True, **options, **cache_argument(model, cache)).logits
+
+    logits_of(batch, 0, 240)
+    assert found is not None
+    assert (found.rows, found.get_seq_length()) == (3, 240)
+    for ours, theirs in zip(found.layers, batch.layers, strict=True):
+        assert ours.buffer.span.seen == theirs.buffer.span.seen
+        if hasattr(theirs.buffer, "packed"):
+            assert ours.buffer.packed.span.end == theirs.buffer.packed.span.end
+    # Rows are multiplied together in the one and alone in the other: the last digits decide some codes.
+    torch.testing.assert_close(logits_of(found, 240, 260), logits_of(batch, 240, 260), atol=0.05, rtol=0)
+    for row, text in enumerate(texts):
+        store.insert(text.ids, found, row=row, padding=text.padding)
+        again = store.lookup([*text.ids.tolist(), 5])
+        assert again is not None
+        assert again.get_seq_length() == len(text.ids)
+    assert store.stats.nbytes == held_bytes(store)
+
+
+def test_packed_bytes_never_exceed_the_budget() -> None:
+    form, budget = FORMS[2], 500_000
+    model, store = packing("mistral-full", form, max_bytes=budget)
+    randomly, plain = random.Random(0), tokens(1, 500)
+    assert not store.insert(plain, filled(model, plain))
+    assert store.insert(plain, cold(model, form, plain, 500))
+    systems = [tokens(1, 100 + 60 * i, seed=i) for i in range(4)]
+    for _ in range(150):
+        text = joined(randomly.choice(systems), tokens(1, randomly.randint(1, 30), seed=randomly.randint(0, 9)))
+        cache = store.lookup(text) or DynamicSlidingWindowCache(model.config, **asdict(form))
+        rest = text[:, cache.get_seq_length() :]
+        fed(model, cache, rest, rest.shape[1])
+        store.insert(text, cache)
+        assert store.stats.nbytes == held_bytes(store) <= budget
+    assert store.stats.evictions > 20
+    assert store.stats.hits > 5
+
+
+@pytest.mark.parametrize(("pieces", "back", "packed"), [((299, 1), 1, 224), ((270, 30), 30, 192), ((300,), 30, 204)])
+def test_a_cache_that_went_back_is_packed_as_little_as_it_can_be(
+    pieces: tuple[int, ...], back: int, packed: int
+) -> None:
+    form = FORMS[1]
+    model, store = packing("wide", form)
+    ids = tokens(1, 300)
+    cache, text = cold(model, form, ids, *pieces), ids[:, : 300 - back]
+    cache.crop(-back)
+    store.insert(text, cache)
+    found = store.lookup(joined(text, ids))
+    assert found is not None
+    assert found.get_seq_length() == 300 - back
+    assert [layer.buffer.packed.span.end for layer in found.layers] == [packed] * 4
+    # It holds as computed what came after position 204 at least, where a cold run holds what came after 192.
+    assert same_bits(found, cold(model, form, ids, 300 - back)) == (packed != 204)

@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 import windowkv
 from tiny import MODELS, STATEFUL, build, cache_argument, fed, generated, left_padded, shared_model, tokens
-from windowkv import CacheFileError, DynamicSlidingWindowCache, InputError, OptionError, PrefixStore, RollbackError
+from windowkv import CacheFileError, DynamicSlidingWindowCache, OptionError, RollbackError
 from windowkv.codecs import CODECS
 from windowkv.quantisation import RESIDUAL, STEP
 
@@ -288,18 +288,6 @@ def test_a_row_that_is_held_serves_a_batch(kv_dtype: str) -> None:
     many.reorder_cache(torch.tensor([2, 0, 0]))
     torch.testing.assert_close(fed(model, one, more), fed(model, many, more), atol=1e-4, rtol=0)
     assert one.nbytes == many.nbytes
-
-
-def test_a_store_and_quantised_caches_keep_apart() -> None:
-    model, store, prompt = copy.deepcopy(MODEL_OF["wide"]), PrefixStore(1 << 26), tokens(1, 300)
-    with pytest.raises(OptionError, match="kv_dtype='int8' and a prefix_store"):
-        windowkv.enable(model, kv_dtype="int8", prefix_store=store)
-    windowkv.enable(model, prefix_store=store)
-    cache = DynamicSlidingWindowCache(model.config, kv_dtype="int8")
-    generated(model, prompt, 5, **cache_argument(model, cache))
-    assert (store.stats.entries, store.stats.hits) == (0, 0)
-    with pytest.raises(InputError, match="a cache with kv_dtype='int8'"):
-        store.insert(cache.history.tokens, cache)
 
 
 @pytest.mark.parametrize("kv_dtype", [*KV_DTYPES, None])

@@ -101,9 +101,7 @@ def enable(
     if prefix_store is not None:
         if not isinstance(prefix_store, PrefixStore):
             raise OptionError(f"prefix_store={prefix_store!r}: a windowkv.PrefixStore")
-        if options.quantisation.kv_dtype is not None:
-            raise OptionError(f"kv_dtype={kv_dtype!r} and a prefix_store: a store serves caches without kv_dtype")
-        prefix_store.bind(target)
+        prefix_store.bind(target, kv_dtype=kv_dtype, quantize=quantize, rollback=rollback)
     if not target._supports_default_dynamic_cache():
         logger.warning(
             "%s only works with a cache class of its own, which generate goes on using", type(target).__name__

@@ -4,11 +4,11 @@ Reads attributes of a config object. Knows nothing of tensors, and does not impo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from windowkv.errors import ConfigError
+from windowkv.errors import ConfigError, OptionError
 
 _KINDS = {
     "full_attention": "full",
@@ -83,20 +83,25 @@ def difference(one: CacheLayout, other: CacheLayout) -> str | None:
     return None
 
 
-def read_layout(config: Any) -> CacheLayout:
+def read_layout(config: Any, *, ranks: int = 1) -> CacheLayout:
     """The cache layout of a transformers config; of the text part when there are several.
 
-    Raises ConfigError when it is no config of a causal decoder, or says that a layer slides and names no window.
+    With `ranks`, what each of so many tensor-parallel ranks keeps: its share of the heads. Where there are fewer heads
+    of keys and values than ranks, several ranks keep the same one.
+
+    Raises ConfigError when it is no config of a causal decoder, or says that a layer slides and names no window, and
+    OptionError when heads cannot be shared out among that many ranks.
     """
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise OptionError(f"ranks={ranks!r}: it is a number of tensor-parallel ranks, an integer >= 1")
     decoder = _decoder_config(config)
     layer_configs = _layer_configs(decoder)
     kinds = _kinds(decoder, layer_configs)
-    return CacheLayout(
-        tuple(
-            _spec(kind, layer_config, i)
-            for i, (kind, layer_config) in enumerate(zip(kinds, layer_configs, strict=False))
-        )
-    )
+    specs = [
+        _share(_spec(kind, layer_config, i), layer_config, ranks)
+        for i, (kind, layer_config) in enumerate(zip(kinds, layer_configs, strict=False))
+    ]
+    return CacheLayout(tuple(specs + [specs[i] for i in _run_again(decoder)]))
 
 
 def keys_follow_length(config: Any) -> bool:
@@ -179,6 +184,14 @@ def _reuses(decoder: Any, layers: int) -> list[bool]:
     return [i >= layers - shared for i in range(layers)]
 
 
+def _run_again(decoder: Any) -> list[int]:
+    """The layers that are run once more with keys and values of their own, which lie behind those of all layers."""
+    if getattr(decoder, "recurrent_kv_cache_mode", None) != "per_loop":
+        return []
+    first, loops = decoder.n_input_layers, decoder.n_recurrent_loops
+    return [*range(first, first + decoder.n_recurrent_layers)] * (loops - 1)
+
+
 def _spec(kind: str, layer_config: Any, index: int) -> LayerSpec:
     kv_heads, head_dim, value_head_dim = _dimensions(layer_config, kind)
     return LayerSpec(kind, _window(kind, layer_config, index), kv_heads, head_dim, value_head_dim)
@@ -215,3 +228,21 @@ def _kv_heads(layer_config: Any, kind: str) -> int:
         return 1
     kv_heads: int = getattr(layer_config, "num_key_value_heads", None) or layer_config.num_attention_heads
     return kv_heads * _SLIDING_KV_HEADS.get(layer_config.model_type, 1) if kind == "sliding" else kv_heads
+
+
+def _share(spec: LayerSpec, layer_config: Any, ranks: Any) -> LayerSpec:
+    """What one of several tensor-parallel ranks keeps of a layer."""
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise OptionError(f"ranks={ranks!r}: it is a number of tensor-parallel ranks, an integer >= 1")
+    if not spec.buffered:
+        return spec
+    heads = layer_config.num_attention_heads
+    if heads % ranks or max(spec.kv_heads, ranks) % min(spec.kv_heads, ranks):
+        fitting = [
+            n for n in range(1, heads + 1) if not heads % n and not max(spec.kv_heads, n) % min(spec.kv_heads, n)
+        ]
+        raise OptionError(
+            f"ranks={ranks}: {heads} heads, and {spec.kv_heads} of keys and values, cannot be shared out among them; "
+            f"{', '.join(map(str, fitting))} would work"
+        )
+    return replace(spec, kv_heads=max(1, spec.kv_heads // ranks))

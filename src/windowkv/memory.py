@@ -28,7 +28,8 @@ class LayerPlan:
 class Plan:
     """The bytes of a cache after `tokens` tokens in each of `batch_size` rows, as `cache.nbytes` will count them.
 
-    Of a decoder's own tokens: what an encoder saw is in no number.
+    Of a decoder's own tokens: what an encoder saw is in no number. Of a model spread over tensor-parallel ranks,
+    of one rank.
     """
 
     tokens: int
@@ -39,6 +40,9 @@ class Plan:
     # At most, while the whole prompt is computed in one go: all layers, the whole prompt of one layer besides, and of
     # those whose keys and values later layers share.
     peak_prefill_bytes: int
+    # The same with transformers' DynamicCache: until the next token comes, it keeps the whole prompt of every layer, as
+    # DynamicSlidingWindowLayer.update in its cache_utils.py keeps a slice of it all.
+    transformers_peak_bytes: int
     uncounted: tuple[int, ...]  # layers of kinds that transformers stores, whose bytes are in no number here
 
     @property
@@ -100,6 +104,7 @@ def plan_layout(
         layers=layers,
         baseline_bytes=sum(whole),
         peak_prefill_bytes=sum(layer.nbytes for layer in layers) + peak + _lent(layout, read),
+        transformers_peak_bytes=sum(whole) + max(whole, default=0),
         uncounted=layout.foreign,
     )
 

@@ -1,4 +1,4 @@
-"""A model by what a user calls it: the embedded one, a local folder, or a hub id.
+"""A model by what a user calls it: the embedded one, a local folder, a hub id, or one whose shape alone is known.
 
 Knows where models come from. Knows nothing of caches.
 """
@@ -20,6 +20,7 @@ from transformers import (
 
 import windowkv.demo_model as demo_model
 from windowkv.errors import ModelSourceError
+from windowkv.known_models import known_models
 
 T = TypeVar("T")
 
@@ -38,9 +39,15 @@ def load_model(source: str, *, dtype: torch.dtype = torch.float32) -> tuple[PreT
 
 
 def load_config(source: str | Path) -> PreTrainedConfig:
-    """The config alone, of the same or of a config.json. Raises ModelSourceError, naming the source."""
+    """The config alone, of the same, of a config.json, or of a known model. Raises ModelSourceError, naming the source.
+
+    What is in the file system goes before a known model of the same name.
+    """
     if str(source) == demo_model.MODEL_NAME:
         return demo_model.load_config()
+    known = known_models().get(str(source))
+    if known is not None and not Path(source).exists():
+        return known.load_config()
     return _read(source, lambda: AutoConfig.from_pretrained(source, trust_remote_code=False))
 
 
@@ -51,5 +58,6 @@ def _read(source: str | Path, read: Callable[[], T]) -> T:
         reason = str(error).strip().partition("\n")[0]
         raise ModelSourceError(
             f"cannot read a model from {str(source)!r}: {reason} "
-            f"(a folder with a config.json, a model id on the hub, or {demo_model.MODEL_NAME!r} would work)"
+            f"(a folder with a config.json, a model id on the hub, or {demo_model.MODEL_NAME!r} would work; "
+            "for its bytes alone, a name that `windowkv plan --list` tells)"
         ) from error

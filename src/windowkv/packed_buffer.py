@@ -120,10 +120,6 @@ class PackedBuffer:
             self.packed.cut(end)
         self.recent.cut(end)
 
-    def pack_until(self, end: int) -> None:
-        """Pack what is older than a position now."""
-        self._packing(end, ())()
-
     def take_rows(self, rows: Tensor) -> None:
         """See `Buffer.take_rows`."""
         self.recent.take_rows(rows)
@@ -148,12 +144,12 @@ class PackedBuffer:
         packed, recent = Span(first, until), Span(until, end)
         return Held(packed, self.packed.states(first, until), recent, self.recent.states(until, end))
 
-    def as_packed(self, first: int, last: int) -> tuple[Tensor, ...]:
-        """The parts of positions [first, last), of those that are not packed as they will be."""
-        until = min(max(first, self.packed.span.end), last)
-        pieces = [self.packed.states(first, until)] if until > first and self.packed.storages else []
-        if last > until or not pieces:
-            pieces.append(self._parts_of(self.recent.states(until, last)))
+    def between(self, row: int, start: int, end: int) -> tuple[Tensor, ...]:
+        """Copies of one row's parts at positions [start, end), which are held; of those not packed, as they will be."""
+        until = min(max(start, self.packed.span.end), end)
+        pieces = [self.packed.between(row, start, until)] if start < until else []
+        if until < end or not pieces:
+            pieces.append(self._parts_of(self.recent.between(row, until, end)))
         return _joined(pieces)
 
     def _packing(self, end: int, new: Sequence[Tensor]) -> Callable[[], None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from windowkv.errors import OptionError
 from windowkv.layout import CacheLayout, LayerSpec
-from windowkv.window import Retention
+from windowkv.window import Retention, Span
 
 RESIDUAL = 64  # newest tokens that stay as computed, or `rollback` of them where that is more
 SLICE = 1024  # tokens of a prompt that are packed at once, so that no copy of it all is made in float32
@@ -54,7 +54,8 @@ class PackedRetention:
     """How much of the past a quantised layer keeps, and which of it packed.
 
     The newest `residual` tokens, and up to `step - 1` before them, stay as computed; what is older is packed, once, in
-    steps on a fixed grid. So where it ends is a function of the furthest position reached, like capacities.
+    steps on a fixed grid. So where it ends is a function of the furthest position reached, like capacities. One more is
+    held as computed, so that there is a way back by one token to what was held before it.
 
     >>> retention = PackedRetention(Retention(None, rollback=2), residual=4, step=2)
     >>> [retention.packed_until(seen) for seen in (4, 5, 6, 7, 8, 9)]
@@ -71,8 +72,8 @@ class PackedRetention:
         """Work out the two parts."""
         whole, residual = self.whole, self.residual
         assert residual >= whole.rollback, "or what is packed would have to be taken back"
-        # It holds the newest residual + step - 1 tokens, and a recorded draft as `whole` would.
-        recent = Retention(residual - whole.rollback + self.step, whole.rollback)
+        # It holds the newest residual + step tokens, and a recorded draft as `whole` would.
+        recent = Retention(residual - whole.rollback + self.step + 1, whole.rollback)
         kept = None if whole.kept is None else max(0, whole.kept - residual)
         packed = Retention(None) if kept is None else Retention(window=1, rollback=kept)
         object.__setattr__(self, "recent", recent)
@@ -85,6 +86,30 @@ class PackedRetention:
         """
         oldest = seen - self.residual - max(0, reach - self.whole.rollback)
         return max(0, oldest // self.step * self.step)
+
+    def way_back(self, computed: Span) -> int:
+        """How many tokens can be taken back and still leave as computed all that was so before them, on any grid.
+
+        computed: positions that are held as computed, up to the newest.
+
+        >>> retention = PackedRetention(Retention(None, rollback=2), residual=4, step=2)
+        >>> retention.way_back(Span(94, 100)), retention.way_back(Span(96, 100)), retention.way_back(Span(0, 7))
+        (1, 0, 7)
+        """
+        return Retention(self.residual + self.step).rollback_room(computed)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a cache stores tokens: in two of one form, a text that was fed in the same pieces left the same values."""
+
+    quantisation: "Quantisation"
+    residual: int  # newest tokens that stay as computed; 0 where nothing is packed
+
+    def __str__(self) -> str:
+        """As stored beginnings are told apart by it; nothing where nothing is packed."""
+        kv_dtype, quantize = self.quantisation.kv_dtype, self.quantisation.quantize
+        return "" if kv_dtype is None else f"{kv_dtype}:{quantize}:{self.residual}"
 
 
 @dataclass(frozen=True)
@@ -128,6 +153,10 @@ class Quantisation:
         """Bytes at most, besides what is kept, while that many tokens of a layer are packed at once."""
         copies = 4 * 4 * min(tokens, SLICE) * spec.kv_heads * max(spec.head_dim, spec.value_head_dim)  # in float32
         return rows * (tokens * self.nbytes(spec) + copies) if self.packs(spec) else 0
+
+    def form(self, rollback: int) -> Form:
+        """How a cache with that rollback stores tokens."""
+        return Form(Quantisation(), 0) if self.kv_dtype is None else Form(self, max(RESIDUAL, rollback))
 
     def retention(self, spec: LayerSpec, rollback: int) -> Retention | PackedRetention:
         """How much of the past a layer keeps, and how."""

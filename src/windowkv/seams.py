@@ -30,7 +30,7 @@ from windowkv.errors import InputError, UnsupportedModelError
 from windowkv.layout import BIDIRECTIONAL_PROMPT, difference, read_layout
 from windowkv.prefix.prompt import Feed, feed_through, leaving_ends, stored_texts
 from windowkv.prefix.store import PrefixStore
-from windowkv.quantisation import Quantisation
+from windowkv.quantisation import Form, Quantisation
 from windowkv.static_cache import SlidingWindowCache
 
 OurCache = DynamicSlidingWindowCache | SlidingWindowCache
@@ -56,6 +56,11 @@ class GenerationOptions:
     quantisation: Quantisation
     static: bool
     max_cache_len: int | None
+
+    @property
+    def form(self) -> Form:
+        """How its dynamic caches store tokens."""
+        return self.quantisation.form(self.rollback)
 
     def new_cache(self, config: Any, length: int, *, drafts: bool = False) -> OurCache:
         """An empty cache for a model with this config, static ones for that many tokens.
@@ -169,7 +174,7 @@ class Prefill(Seam):
             texts = stored_texts(model, cache, input_ids, model_kwargs)
         if store is None or texts is None:
             return feed(input_ids, generation_config, model_kwargs)
-        store.follow(model)  # a copy of a model has a store of its own
+        store.follow(model, self.options.form)  # a copy of a model has a store of its own
         return feed_through(store, texts, feed, input_ids, generation_config, model_kwargs)
 
 
@@ -179,7 +184,7 @@ class Generating(Seam):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate, and leave where the text ends."""
         model, store = self.model, self.options.prefix_store
-        store.follow(model)
+        store.follow(model, self.options.form)
         with leaving_ends(store):
             return getattr(type(model), GENERATES)(model, *args, **kwargs)
 

@@ -74,8 +74,9 @@ TextFile = Annotated[
 ]
 PromptFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="File with the text to continue.")]
 Picture = Annotated[Path, typer.Option(callback=picture_path, help="Where the picture goes; of bench, the data too.")]
-Budget = Annotated[
-    int | None, typer.Option(parser=byte_count, metavar="BYTES", help="Tell how many tokens fit in this, say 2GiB.")
+ByteBudget = Annotated[
+    int | None,
+    typer.Option(parser=byte_count, metavar="BYTES", help="Tell how much fits in this, say 24GiB."),
 ]
 Rollback = Annotated[int, typer.Option(min=0, help="Tokens that the cache can always take back.")]
 KVFormat = Annotated[KVDType | None, typer.Option(help="Keep all but the newest tokens of the cache in so many bits.")]

@@ -18,6 +18,8 @@ from windowkv.units import size
 if TYPE_CHECKING:
     from windowkv.benchmark import Result, Scenario
     from windowkv.comparison import Comparison
+    from windowkv.known_models import KnownModel
+    from windowkv.layout import CacheLayout
     from windowkv.memory import Plan
     from windowkv.persist import CacheFileInfo
     from windowkv.prefix.disk import ScopeSummary
@@ -28,6 +30,18 @@ class _Measure(NamedTuple):
     key: str  # in JSON, after the name of the run
     attribute: str  # of comparison.Run
     write: Callable[[Any], str]
+
+
+class Fit(NamedTuple):
+    """What fits into a number of bytes."""
+
+    budget_bytes: int
+    counted_weight_bytes: int | None  # that must fit too; None where keys and values have it for themselves
+    batch_size: int
+    max_tokens: int | None  # in each row; None where any number fits
+    tokens: int | None  # that were asked for
+    max_batch_size: int | None  # of so many tokens; None where any number fits, or nobody asked
+    positions: int | None  # as far as the model's config goes
 
 
 def _duration(seconds: float) -> str:
@@ -151,25 +165,68 @@ def plan_report(plan: "Plan") -> dict[str, Any]:
     return asdict(plan) | {"total_bytes": plan.total_bytes, "bound_bytes": plan.bound_bytes}
 
 
-def plan_table(plan: "Plan", *, title: str) -> Table:
-    """A plan for a reader, equal layers together."""
+def plan_table(plan: "Plan", *, title: str, weights: int | None) -> Table:
+    """A plan for a reader, equal layers together; with what the weights weigh, None where nobody knows."""
     table = _table(title, "layers", "tokens held", "bytes")
     for layer, count in Counter(plan.layers).items():
-        kind = layer.kind if layer.window is None else f"{layer.kind}, window {layer.window:,}"
-        table.add_row(f"{count} {kind}", f"{layer.capacity:,}", size(count * layer.nbytes))
+        table.add_row(_alike(count, layer.kind, layer.window), f"{layer.capacity:,}", size(count * layer.nbytes))
     table.add_section()
     table.add_row("all", "", size(plan.total_bytes))
     table.add_row("if no token were ever dropped", "", size(plan.baseline_bytes))
     table.add_row("ratio", "", _ratio(plan.baseline_bytes, plan.total_bytes))
+    table.add_section()
     table.add_row("at most, while all of it is read in one go", "", size(plan.peak_prefill_bytes))
+    table.add_row("so with transformers' DynamicCache", "", size(plan.transformers_peak_bytes))
+    table.add_section()
+    table.add_row("weights", "", size(weights))
     table.caption = _uncounted(plan.uncounted)
     return table
 
 
-def budget_sentence(budget: int, max_tokens: int | None) -> str:
-    """How many tokens fit; None for any number of them."""
-    fit = "any number of tokens fits" if max_tokens is None else f"{max_tokens:,} tokens fit"
-    return f"{fit} in {size(budget)}"
+def _alike(count: int, kind: str, window: int | None) -> str:
+    return f"{count} {kind}" if window is None else f"{count} {kind}, window {window:,}"
+
+
+def fit_sentences(fit: Fit) -> str:
+    """How many tokens fit, and how many rows of the tokens that were asked for."""
+    weights = fit.counted_weight_bytes
+    what = "of keys and values alone" if weights is None else f"together with {size(weights)} of weights"
+    room = f"{size(fit.budget_bytes)} {what}"
+    rows = "" if fit.batch_size == 1 else f" in each of {fit.batch_size:,} rows"
+    beyond = fit.positions is not None and (fit.max_tokens is None or fit.max_tokens > fit.positions)
+    limit = f"; the model's config ends at {fit.positions:,}" if beyond else ""
+    sentences = [f"{_how_many(fit.max_tokens, 'tokens', rows)} in {room}{limit}"]
+    if fit.tokens is not None:
+        sentences.append(f"{_how_many(fit.max_batch_size, 'rows', f' of {fit.tokens:,} tokens')} in {room}")
+    return "\n".join(sentences)
+
+
+def _how_many(most: int | None, things: str, of_what: str) -> str:
+    """A number of things that fit, None for any number.
+
+    >>> _how_many(1200, "tokens", ""), _how_many(None, "rows", " of 5 tokens")
+    ('1,200 tokens fit', 'any number of rows of 5 tokens fits')
+    """
+    return f"any number of {things}{of_what} fits" if most is None else f"{most:,} {things}{of_what} fit"
+
+
+def known_models_table(found: "Mapping[str, tuple[KnownModel, CacheLayout]]") -> Table:
+    """The models whose shapes are built in."""
+    table = Table("name", "layers", box=box.SIMPLE_HEAD)
+    table.add_column("positions", justify="right")
+    for name, (model, layout) in found.items():
+        alike = Counter((spec.kind, spec.window) for spec in layout.layers)
+        layers = "; ".join(_alike(count, kind, window) for (kind, window), count in alike.items())
+        table.add_row(name, layers, f"{model.config['max_position_embeddings']:,}")
+    return table
+
+
+def known_models_report(found: "Mapping[str, tuple[KnownModel, CacheLayout]]") -> dict[str, Any]:
+    """The same for JSON, layer by layer."""
+    return {
+        name: {"hub": model.hub, "source": model.source, "layers": [asdict(spec) for spec in layout.layers]}
+        for name, (model, layout) in found.items()
+    }
 
 
 def generation_sentence(network: Any, output: Any, *, prompt_tokens: int) -> str:

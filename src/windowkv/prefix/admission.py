@@ -20,8 +20,6 @@ def check_cache(cache: Any, model: Any) -> None:
     if keys_follow_length(model.config):
         raise InputError("the keys of this model follow the length of the whole text: no beginning serves another text")
     cache.check_whole()
-    if cache.quantisation.kv_dtype is not None:
-        raise InputError(f"a cache with kv_dtype={cache.quantisation.kv_dtype!r}: a store keeps what is not quantised")
     if unlike := difference(cache.layout, read_layout(model.config)):
         raise InputError(f"this cache is for another model: {unlike}")
 

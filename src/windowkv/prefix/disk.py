@@ -72,11 +72,14 @@ class DiskTier:
         directory: a path, or an fsspec URL such as s3://bucket/prefixes.
         scope: what separates these files from all others there: model and namespace, as a digest.
         max_bytes: most bytes of all files under the directory's scope; None for no limit.
+        form: how what is in them is quantised, if it is: of another form nothing is found.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], scope: str, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], scope: str, max_bytes: int | None = None, form: str = ""
+    ) -> None:
         """See the class; makes the folder. Raises OptionError when that cannot be done."""
-        self.scope, self.max_bytes = scope, max_bytes
+        self.scope, self.max_bytes, self.form = scope, max_bytes, form
         try:
             self._files, root = fsspec.core.url_to_fs(os.fspath(directory))
             self._folder = f"{root.rstrip('/')}/{scope}"
@@ -88,8 +91,8 @@ class DiskTier:
         self._listed = self._lost_until = -inf  # in seconds of the monotonic clock
 
     def keys(self, ids: Ids, lengths: Sequence[int]) -> dict[int, str]:
-        """A key for each of some beginnings of a text: SHA-256 over the scope and the ids."""
-        digest, at, keys = sha256(self.scope.encode()), 0, {}
+        """A key for each of some beginnings of a text: SHA-256 over the scope, the form and the ids."""
+        digest, at, keys = sha256(f"{self.scope}{self.form}".encode()), 0, {}
         for length in sorted(set(lengths)):
             digest.update(ids[at:length].astype("<i4").tobytes())
             at, keys[length] = length, digest.copy().hexdigest()[:40]
@@ -242,9 +245,9 @@ def point_name(keys: Mapping[int, str], end: int, base: int) -> str:
     return f"p-{end}-{base}-{keys[base]}-{keys[end]}"
 
 
-def block_name(keys: Mapping[int, str], end: int) -> str:
-    """The name of the block that ends a beginning of a text."""
-    return f"b-{keys[end]}"
+def block_name(keys: Mapping[int, str], end: int, mark: str = "") -> str:
+    """The name of the block that ends a beginning of a text, with a mark where there are several for the same ids."""
+    return f"b-{keys[end]}-{mark}" if mark else f"b-{keys[end]}"
 
 
 def _point(name: str) -> Point | None:

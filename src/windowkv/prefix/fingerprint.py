@@ -98,7 +98,7 @@ def _values(tensor: Tensor) -> bytes:
     flat = tensor.contiguous().reshape(-1)
     digest = xxh3_128()
     for piece in torch.split(flat, max(1, _PIECE // flat.element_size())):
-        digest.update(memoryview(_bytes(piece)))
+        digest.update(bytes_of(piece))
     return digest.digest()
 
 
@@ -109,7 +109,7 @@ def _samples(tensors: list[Tensor]) -> bytes:
         alike.setdefault((tensor.dtype, tensor.device), []).append(_sample(tensor))
     digest = xxh3_128()
     for samples in alike.values():
-        digest.update(memoryview(_bytes(torch.cat(samples))))
+        digest.update(bytes_of(torch.cat(samples)))
     return digest.digest()
 
 
@@ -120,5 +120,7 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor.as_strided((count,), ((span - 1) // (count - 1) if count > 1 else 1,))
 
 
-def _bytes(flat: Tensor) -> Any:
-    return flat.cpu().contiguous().view(torch.uint8).numpy()
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's values, on the CPU, as a digest takes them."""
+    values: Any = tensor.cpu().contiguous().view(torch.uint8).numpy()
+    return memoryview(values)

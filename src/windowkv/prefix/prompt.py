@@ -38,7 +38,6 @@ def stored_texts(model: Any, cache: Any, input_ids: Tensor, model_kwargs: dict[s
     if not (
         isinstance(cache, DynamicSlidingWindowCache)
         and cache.history is not None
-        and cache.quantisation.kv_dtype is None
         and not cache.interrupted
         and cache.history.complete
         and {name for name, value in model_kwargs.items() if isinstance(value, Tensor)} <= TEXT_INPUTS
@@ -68,7 +67,8 @@ def feed_through(
     cache = handed_cache(model_kwargs)
     if not cache.get_seq_length():
         _start_from(store, cache, texts, rows=len(input_ids))
-    points = {store.branch_point(text, after=cache.get_seq_length()) for text in texts}
+    form = cache.quantisation.form(cache.rollback)
+    points = {store.branch_point(text, form, after=cache.get_seq_length()) for text in texts}
     point = points.pop()
     if point is not None and not points:
         feed(input_ids[:, :point], *_of_beginning(generation_config, model_kwargs, point))
@@ -101,7 +101,8 @@ def _pads_like_none(model: Any, cache: DynamicSlidingWindowCache) -> bool:
 
 
 def _start_from(store: PrefixStore, cache: DynamicSlidingWindowCache, texts: list[Text], *, rows: int) -> None:
-    found = store.lookup_rows(texts, rollback=cache.rollback)
+    form = cache.quantisation.form(cache.rollback)
+    found = store.lookup_rows(texts, form, rollback=cache.rollback)
     if found is None:
         return
     cache.layers, cache.history = found.layers, found.history

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from windowkv import cache_file
-from windowkv.cache import DynamicSlidingWindowCache, checked_rollback
+from windowkv.cache import ROLLBACK, DynamicSlidingWindowCache, checked_rollback
 from windowkv.errors import OptionError
 from windowkv.history import TokenHistory
 from windowkv.prefix.admission import check_cache, check_text
@@ -29,6 +29,7 @@ from windowkv.prefix.parts import (
     Checkpoint,
     assemble,
     block_nbytes,
+    is_same,
     split_block,
     stack,
     take_block,
@@ -37,6 +38,7 @@ from windowkv.prefix.parts import (
 from windowkv.prefix.texts import Text, Tokens, as_ids
 from windowkv.prefix.tree import Ids, Node, Tree, common_prefix, prune
 from windowkv.prefix.writer import BackgroundWriter
+from windowkv.quantisation import Form, Quantisation
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class PrefixStore:
 
     Full layers are kept once for all texts that begin alike, in blocks. The other layers are kept at resume points:
     where a stored text ends, and where others were seen to leave it. A point up to `rollback` tokens before one serves
-    as well.
+    as well; one token before where caches are quantised, which are stored as they are packed, apart from others.
 
     Args:
         max_bytes: most bytes that are ever held in memory, counted by storages.
@@ -95,13 +97,15 @@ class PrefixStore:
             raise OptionError(f"directory={directory!r}: a path, or an fsspec URL")
         self.max_bytes, self.directory = max_bytes, directory
         self.namespace, self.max_disk_bytes = namespace, max_disk_bytes
-        self._disk: DiskTier | None = None
+        self._disks: dict[str, DiskTier | None] = {}  # of this scope, by form
         self._writer = BackgroundWriter()
         self._lock = threading.RLock()
         self._model: weakref.ref[Any] | None = None
         self._version: tuple[Any, ...] | None = None
-        self._fingerprint = self._scope = ""
-        self._trees: dict[str, Tree[Block, Checkpoint]] = {}  # by the scope that was on
+        self._fingerprint = ""
+        self._scope = ("", "", "")  # fingerprint, what autocast makes of it, devices
+        self._form = Quantisation().form(0)  # of what is handed out unless it is told otherwise
+        self._trees: dict[tuple[tuple[str, ...], str], Tree[Block, Checkpoint]] = {}  # by scope, and by form
         self._recent: OrderedDict[_Node, Checkpoint] = OrderedDict()  # the least recently used first
         self._reach = 0  # most tokens that any checkpoint can go back
         self._stats = Stats()
@@ -120,13 +124,28 @@ class PrefixStore:
         """What it did so far, and what it holds."""
         self.flush()
         with self._lock:
-            on_disk = sum(entry.nbytes for entry in self._disk.entries()) if self._disk else 0
+            disk = next((each for each in self._disks.values() if each), None)  # all forms share a folder
+            on_disk = sum(entry.nbytes for entry in disk.entries()) if disk else 0
             return replace(self._stats, entries=len(self._recent), disk_nbytes=on_disk)
 
-    def bind(self, model: Any) -> None:
-        """Serve this model, all of whose weights are read. Raises OptionError when it serves another, still there."""
+    def bind(
+        self, model: Any, *, kv_dtype: str | None = "bound", quantize: str = "full", rollback: int = ROLLBACK
+    ) -> None:
+        """Serve this model, all of whose weights are read.
+
+        Args:
+            model: a model of transformers.
+            kv_dtype: how the caches are quantised that `lookup` hands out unless it is told otherwise, None for not at
+                all; without it, as before, and not at all at first.
+            quantize: in which layers, where kv_dtype says how.
+            rollback: of these caches: more than 64 leave as many as computed.
+
+        Raises:
+            OptionError: it serves another model, which is still there, or there are no such options.
+        """
         if not isinstance(model, PreTrainedModel):
             raise OptionError(f"a {type(model).__name__}: a store serves a model of transformers")
+        form = self._form if kv_dtype == "bound" else Quantisation(kv_dtype, quantize).form(checked_rollback(rollback))
         with self._lock:
             bound = self._model and self._model()
             if bound is not None and bound is not model:
@@ -134,14 +153,16 @@ class PrefixStore:
             before, self._model, self._version = self._model, weakref.ref(model), None
             try:
                 self._served()
+                self._disk_of(form, strict=before is None)
             except OptionError:
                 self._model = before
                 raise
+            self._form = form
 
-    def follow(self, model: Any) -> None:
+    def follow(self, model: Any, form: Form) -> None:
         """Serve the model that generates, which may be a copy of the one that was enabled."""
         if self._model is None or self._model() is not model:
-            self.bind(model)
+            self.bind(model, **asdict(form.quantisation), rollback=form.residual)
 
     def clear(self) -> None:
         """Hold nothing in memory; files stay."""
@@ -154,7 +175,9 @@ class PrefixStore:
         """Return when all that was inserted is in its files."""
         self._writer.wait()
 
-    def lookup(self, tokens: Tokens, *, rollback: int | None = None) -> DynamicSlidingWindowCache | None:
+    def lookup(
+        self, tokens: Tokens, *, rollback: int | None = None, kv_dtype: str | None = "bound", quantize: str = "full"
+    ) -> DynamicSlidingWindowCache | None:
         """A cache that has seen the longest beginning of a text that can be resumed; None where there is none.
 
         At least one token is left to be run. The cache is the caller's own: it shares what the store holds until it is
@@ -162,25 +185,33 @@ class PrefixStore:
 
         Args:
             tokens: ids, `[n]` or `[1, n]`.
-            rollback: of the cache that is handed out, in tokens; without it, as the stored one's.
+            rollback: of the cache that is handed out, in tokens; without it, as the stored one's. More than 64 in a
+                quantised cache leave as many as computed, so that it is found by as many alone.
+            kv_dtype: how the cache is quantised, None for not at all; without it, as `enable` or `bind` said.
+            quantize: in which layers, where kv_dtype says how.
 
         Raises:
             InputError: these are no ids.
-            OptionError: the store serves no model.
+            OptionError: the store serves no model, or there are no such options.
         """
-        return self.lookup_rows([Text(as_ids(tokens))], rollback=rollback)
+        form = self._form
+        if kv_dtype != "bound":
+            form = Quantisation(kv_dtype, quantize).form(ROLLBACK)
+        if rollback is not None:
+            form = form.quantisation.form(checked_rollback(rollback))
+        return self.lookup_rows([Text(as_ids(tokens))], form, rollback=rollback)
 
-    def lookup_rows(self, texts: Sequence[Text], *, rollback: int | None = None) -> DynamicSlidingWindowCache | None:
+    def lookup_rows(
+        self, texts: Sequence[Text], form: Form, *, rollback: int | None = None
+    ) -> DynamicSlidingWindowCache | None:
         """As `lookup`, for the texts of a batch, which end together: a row for each, resumed where all can be.
 
         What several rows hold is put together, so that it is a copy.
         """
-        if rollback is not None:
-            checked_rollback(rollback)
         with self._lock:
             model = self._served()
-            read = [self._fetch(model, text.ids) for text in texts]
-            point, found = self._best_of_all(texts)
+            read = [self._fetch(model, form, text.ids) for text in texts]
+            point, found = self._best_of_all(self._tree_of(form), texts)
             alone = read[0] if len(texts) == 1 else None
             reused = sum(place[1] for place in found if place) if alone is None else alone.get_seq_length()
             self._stats = replace(
@@ -198,16 +229,18 @@ class PrefixStore:
             ]
         return stack(caches, point, [text.row(point) for text in texts])
 
-    def branch_point(self, text: Text, after: int) -> int | None:
+    def branch_point(self, text: Text, form: Form, after: int) -> int | None:
         """Where a text leaves those that are stored, if that is later than `after`: worth a resume point of its own."""
         with self._lock:
-            agreed = text.padding + min(self._tree.match(text.ids)[1], len(text.ids) - 1)
+            _, furthest = self._tree_of(form).matches(text.ids)[0]
+            agreed = text.padding + min(furthest, len(text.ids) - 1)
             return agreed if agreed > max(after, text.padding) else None
 
     def insert(self, tokens: Tokens, cache: DynamicSlidingWindowCache, *, row: int = 0, padding: int = 0) -> bool:
         """Keep what a cache holds, of one row, as that of the text that it has seen; tells whether it is kept.
 
-        Nothing is kept of a cache to which a model added layers of its own.
+        Nothing is kept of a cache to which a model added layers of its own. One that is quantised is kept as it is, for
+        lookups of such caches alone.
 
         Args:
             tokens: the ids of at least what the row has seen, without padding, `[n]` or `[1, n]`.
@@ -229,17 +262,18 @@ class PrefixStore:
             ids = ids[:seen]
             if cache.extended:
                 return False
-            if seen <= 0 or self._touched(ids):
+            form = cache.quantisation.form(cache.rollback)
+            if seen <= 0 or self._touched(self._tree_of(form), ids):
                 return bool(seen > 0)
             checkpoint = take_checkpoint(cache, row, padding)
-            node = self._add(ids, cache, checkpoint, row, padding)
+            node = self._add(self._tree_of(form), ids, cache, checkpoint, row, padding)
             if node is None:
                 self._stats = replace(self._stats, refused=self._stats.refused + 1)
-            if self._disk is not None:
+            if (disk := self._disk_of(form)) is not None:
                 # What the store holds never changes, so that it can be written while the cache goes on.
                 kept = cache if node is None else self._handed_out(model, ids, node, len(ids), None)
                 places = (row, padding) if node is None else (0, 0)
-                write = partial(write_point, self._disk, ids, kept, checkpoint, *places)
+                write = partial(write_point, disk, ids, kept, checkpoint, *places)
                 self._writer.submit(write)
                 if node is None:
                     self._writer.wait()
@@ -253,25 +287,34 @@ class PrefixStore:
             self._trees, self._recent = {}, OrderedDict()
             self._stats = replace(self._stats, nbytes=0)
 
-    @property
-    def _tree(self) -> Tree[Block, Checkpoint]:
-        return self._trees.setdefault(self._scope, Tree())
+    def _tree_of(self, form: Form) -> Tree[Block, Checkpoint]:
+        return self._trees.setdefault((self._scope, str(form)), Tree())
 
     def _nodes(self) -> Iterator[_Node]:
         return (node for tree in self._trees.values() for node in tree.nodes())
 
     def _add(
-        self, ids: Ids, cache: DynamicSlidingWindowCache, checkpoint: Checkpoint, row: int = 0, padding: int = 0
+        self,
+        tree: Tree[Block, Checkpoint],
+        ids: Ids,
+        cache: DynamicSlidingWindowCache,
+        checkpoint: Checkpoint,
+        row: int = 0,
+        padding: int = 0,
     ) -> _Node | None:
         """The node of a text's end, with what a cache holds of it; None where that is more than may be held at all."""
-        node, agreed = self._tree.match(ids)
+
+        def same(node: _Node, end: int) -> bool:
+            return node.block is None or is_same(node.block, cache, row, node.start + padding, end + padding)
+
+        node, agreed = tree.match(ids, same)
         per_token = block_nbytes(take_block(cache, row, padding, padding + 1))
         if per_token * len(ids) + checkpoint.nbytes > self.max_bytes:
             return None
         if agreed != node.end:
-            self._split(node, agreed)
+            node = self._split(tree, node, agreed)
         # The path first, so that nothing on it is evicted; then room for what it is to hold; then that.
-        path = self._tree.add(ids)
+        path = tree.add(node, ids)
         if (replaced := path[-1].checkpoint) is not None:
             self._count(-replaced.nbytes)
         path[-1].checkpoint = self._recent[path[-1]] = checkpoint
@@ -284,47 +327,48 @@ class PrefixStore:
                 self._count(block_nbytes(each.block))
         return path[-1]
 
-    def _fetch(self, model: Any, ids: Ids) -> DynamicSlidingWindowCache | None:
+    def _fetch(self, model: Any, form: Form, ids: Ids) -> DynamicSlidingWindowCache | None:
         """Bring in what the files have of a text, when their names tell that it is more than is held.
 
         What is too large to be held is the answer itself.
         """
-        if self._disk is None or len(ids) < 2:
+        disk, tree = self._disk_of(form), self._tree_of(form)
+        if disk is None or len(ids) < 2:
             return None
-        for point, reach in self._disk.points(ids):
-            held = self._best(ids, len(ids) - 1)
+        for point, reach in disk.points(ids):
+            held = self._best(tree, ids, len(ids) - 1)
             if reach <= (held[1] if held else 0):
                 return None
-            if (read := read_point(self._disk, point, model.config, model.device)) is None:
+            if (read := read_point(disk, point, model.config, form.quantisation, model.device)) is None:
                 continue
             text, cache = read
             self._stats = replace(self._stats, fetched=self._stats.fetched + 1)
             checkpoint = take_checkpoint(cache, 0)
-            if self._add(text, cache, checkpoint) is None:
+            if self._add(tree, text, cache, checkpoint) is None:
                 agreed = min(common_prefix(text, ids), len(ids) - 1)
                 if len(text) - agreed > checkpoint.room:
                     return None
-                cache.crop(agreed - len(text))
+                if (back := len(text) - agreed) > 0:
+                    cache = assemble(model.config, checkpoint, back, [take_block(cache, 0, 0, agreed)], agreed)
                 cache.history = TokenHistory(Text(ids).row(agreed))
                 return cache
         return None
 
-    def _touched(self, ids: Ids) -> bool:
+    def _touched(self, tree: Tree[Block, Checkpoint], ids: Ids) -> bool:
         """Whether a text is held already; it counts as used then."""
-        node, agreed = self._tree.match(ids)
-        if agreed != len(ids) or node.end != agreed or node.checkpoint is None:
-            return False
-        self._recent.move_to_end(node)
-        return True
+        held = [node for node, agreed in tree.matches(ids) if agreed == len(ids) == node.end and node.checkpoint]
+        for node in held:
+            self._recent.move_to_end(node)
+        return bool(held)
 
-    def _best_of_all(self, texts: Sequence[Text]) -> tuple[int, list[_Place | None]]:
+    def _best_of_all(self, tree: Tree[Block, Checkpoint], texts: Sequence[Text]) -> tuple[int, list[_Place | None]]:
         """The furthest position at which all rows of a batch can be resumed, and from where each; 0 where none is.
 
         A row that is padding up to there needs nothing.
         """
         point = min(text.end for text in texts) - 1
         while point > 0:
-            found = [self._best(text.ids, point - text.padding) for text in texts]
+            found = [self._best(tree, text.ids, point - text.padding) for text in texts]
             reached = (
                 min(point, text.padding) if place is None else text.padding + place[1]
                 for text, place in zip(texts, found, strict=True)
@@ -335,10 +379,13 @@ class PrefixStore:
             point = lowest
         return 0, []
 
-    def _best(self, ids: Ids, most: int) -> _Place | None:
+    def _best(self, tree: Tree[Block, Checkpoint], ids: Ids, most: int) -> _Place | None:
         """The checkpoint from which most of a text can be resumed, and how much that is; `most` at most."""
-        node, agreed = self._tree.match(ids)
-        limit = min(agreed, most)
+        places = (self._place(node, min(agreed, most)) for node, agreed in tree.matches(ids))
+        return max((place for place in places if place is not None), key=lambda place: place[1], default=None)
+
+    def _place(self, node: _Node, limit: int) -> _Place | None:
+        """As `_best`, for a text that agrees with a node up to `limit` tokens from the root."""
         if limit <= 0:
             return None
         before = next((each for each in reversed(node.path()) if each.checkpoint and each.end <= limit), None)
@@ -362,11 +409,12 @@ class PrefixStore:
         cache.history = TokenHistory(Text(ids).row(point))
         return cache
 
-    def _split(self, node: _Node, at: int) -> None:
+    def _split(self, tree: Tree[Block, Checkpoint], node: _Node, at: int) -> _Node:
         block, cut = node.block, at - node.start
-        upper = self._tree.split(node, at)
+        upper = tree.split(node, at)
         if block is not None:
             upper.block, node.block = split_block(block, cut)
+        return upper
 
     def _evict(self, limit: int, *, keep: _Node) -> None:
         """Drop the least recently used checkpoints, and blocks that lead to none, until at most `limit` is held."""
@@ -380,7 +428,7 @@ class PrefixStore:
             self._stats = replace(self._stats, evictions=self._stats.evictions + 1)
             for gone in prune(node):
                 self._count(-block_nbytes(gone.block))
-            self._trees = {at: tree for at, tree in self._trees.items() if tree.root.children or at == self._scope}
+            self._trees = {at: tree for at, tree in self._trees.items() if tree.root.children}
 
     def _served(self) -> Any:
         """The model, whose fingerprint is brought up to date."""
@@ -391,26 +439,31 @@ class PrefixStore:
         if version != self._version:
             self._version, self._fingerprint = version, fingerprint(model)
         devices, cast = circumstances(model)
-        scope = f"{self._fingerprint}:{cast}:{devices}"
-        if scope != self._scope:
-            try:
-                self._disk = self._tier(f"{self._fingerprint}:{cast}", devices)
-            except OptionError as why:
-                if not self._scope:  # in `bind`, whose caller can mend it
-                    raise
-                logger.warning("the files of a store are left alone: %s", why)
-                self._disk = None
-            self._scope = scope
+        if (scope := (self._fingerprint, cast, devices)) != self._scope:
+            self._scope, self._disks = scope, {}
         return model
 
-    def _tier(self, computed: str, devices: str) -> DiskTier | None:
+    def _disk_of(self, form: Form, *, strict: bool = False) -> DiskTier | None:
+        """Where files of a form are, if there are any. Those that cannot be reached are left alone, unless `strict`."""
+        if str(form) not in self._disks:
+            try:
+                self._disks[str(form)] = self._tier(form)
+            except OptionError as why:
+                if strict:
+                    raise
+                logger.warning("the files of a store are left alone: %s", why)
+                self._disks[str(form)] = None
+        return self._disks[str(form)]
+
+    def _tier(self, form: Form) -> DiskTier | None:
+        weights, cast, devices = self._scope
         if self.directory is None:
             return None
         if "," in devices:
             logger.warning("a model on %s is served from memory alone: files do not tell which layer is where", devices)
             return None
-        digest = sha256(f"{cache_file.FORMAT}:{computed}:{self.namespace}".encode()).hexdigest()
-        return DiskTier(self.directory, digest[:32], self.max_disk_bytes)
+        digest = sha256(f"{cache_file.FORMAT}:{weights}:{cast}:{self.namespace}".encode()).hexdigest()
+        return DiskTier(self.directory, digest[:32], self.max_disk_bytes, str(form))
 
     def _count(self, nbytes: int) -> None:
         self._stats = replace(self._stats, nbytes=self._stats.nbytes + nbytes)
