@@ -68,6 +68,7 @@ def byte_count(text: str) -> int:
 
 
 MODEL_HELP = f"{DEMO_MODEL}, a local folder, or a hub id."
+CONFIG_HELP = f"{DEMO_MODEL}, a local folder, a config.json, a hub id, or a name that windowkv plan --list tells."
 ModelOption = Annotated[str, typer.Option(help=MODEL_HELP)]
 TextFile = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="Text to continue, instead of Python's documentation.")

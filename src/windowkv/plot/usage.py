@@ -52,8 +52,8 @@ def memory(
 ) -> "Figure":
     """Draw the bytes that transformers' cache and windowkv's hold after up to `tokens` tokens of a single text.
 
-    Both caches are fed tensors of the model's shapes, of which every storage that they keep alive is counted; the bound
-    is what `plan` says. No weights are needed.
+    Both caches are fed tensors like the model's, and every storage that they keep alive is counted; the bound is what
+    `plan` says. No weights are needed.
 
     Args:
         config_or_path: a transformers config, or a model's folder, config.json, or name.
@@ -144,7 +144,7 @@ def _later(old: int, new: int, lengths: Sequence[int]) -> str:
 
 def _caption(uncounted: Sequence[int], comparison: Comparison | None) -> str:
     """What was measured, and what is in no line."""
-    lines = "the caches fed tensors of the model's shapes, at every length."
+    lines = "the caches fed tensors like the model's, at every length."
     if comparison is not None:
         prompt, later = comparison.prompt_tokens, len(comparison.windowkv.points) - 1
         lines = f"Dots: a real run, {prompt:,} tokens of prompt and {later:,} after it. Lines: {lines}"

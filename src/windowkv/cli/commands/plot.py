@@ -9,6 +9,7 @@ import typer
 
 from windowkv.cli import reports
 from windowkv.cli.options import (
+    CONFIG_HELP,
     MODEL_HELP,
     DType,
     KVFormat,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ModelName = Annotated[str, typer.Argument(help=f"{MODEL_HELP} Only the config is read.")]
+ModelName = Annotated[str, typer.Argument(help=CONFIG_HELP)]
 NumberFormat = Annotated[DType | None, typer.Option(help="Number format, instead of the config's own.")]
 Data = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A file of JSON.")]
 
@@ -65,7 +66,7 @@ def plot_memory(
 
 @app.command("plans")
 def plot_plans(
-    models: Annotated[list[str], typer.Argument(help=f"Models: {MODEL_HELP} Only configs are read.")],
+    models: Annotated[list[str], typer.Argument(help=f"Each {CONFIG_HELP}")],
     tokens: Annotated[int, typer.Option(min=1, help="The longest text; halves of it are planned too.")] = 131_072,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     dtype: NumberFormat = None,
