@@ -22,6 +22,7 @@ ROWS = [
         "history",
         "changes",
         "tiny_sizes",
+        "rows",
         "cache_file",
         "prefix/tree",
         "prefix/fingerprint",
@@ -41,7 +42,7 @@ ROWS = [
         "plot/recorded",
         "plot/measures",
     },
-    {"packed_buffer"},
+    {"packed_buffer", "offload"},
     {"layers", "static_layers", "architectures", "weights"},
     {"snapshot"},
     {"cache", "attention_interface"},
@@ -79,9 +80,11 @@ WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {
     "fixed_buffers",
     "codecs",
     "packed_buffer",
+    "offload",
     "attention",
     "history",
     "changes",
+    "rows",
     "cache_file",
 }
 

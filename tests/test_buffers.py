@@ -13,6 +13,7 @@ from torch import Tensor
 
 from windowkv.buffers import Buffer, Recording
 from windowkv.errors import InputError, RollbackError
+from windowkv.rows import RowSelection
 from windowkv.window import Retention, tail_length
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
@@ -92,11 +93,21 @@ class BufferMachine(RuleBasedStateMachine):
             self.furthest = 0  # the storage is freed: a buffer without tokens is as good as new
 
     @precondition(lambda self: self.buffer.storages)
-    @rule(data=st.data())
-    def take_rows(self, data: st.DataObject) -> None:
-        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=4))
-        self.buffer.take_rows(torch.tensor(rows))
+    @rule(data=st.data(), writable=st.booleans())
+    def take_rows(self, data: st.DataObject, writable: bool) -> None:
+        width = data.draw(st.sampled_from([len(self.rows), 1, 4]))
+        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=width, max_size=width))
+        with torch.set_grad_enabled(not writable):  # with gradients nothing is written in place
+            self.buffer.take_rows(RowSelection(torch.tensor(rows)))
         self.rows = [list(self.rows[row]) for row in rows]
+
+    @rule()
+    def go_on_with_a_fork(self) -> None:
+        other = self.buffer.fork()
+        if other.storages:
+            with torch.no_grad():  # what the other side writes is not seen here
+                other.take_rows(RowSelection(torch.arange(len(self.rows)).flip(0)))
+                other.append(*(states([[7] * 5] * len(self.rows), dim, self.dtype) for dim in (KEY_DIM, VALUE_DIM)))
 
     @precondition(lambda self: len(self.rows) == 1 and self.buffer.storages)
     @rule(batch=st.integers(2, 4))

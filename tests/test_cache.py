@@ -167,8 +167,73 @@ def test_rows_that_stay_are_not_copied() -> None:
     cache.batch_select_indices(torch.tensor([True, True, True]))
     cache.batch_repeat_interleave(1)
     assert [storage.data_ptr() for layer in cache.layers for storage in layer.buffer.storages] == before
-    cache.reorder_cache(torch.tensor([0, 2, 1]))
-    assert [storage.data_ptr() for layer in cache.layers for storage in layer.buffer.storages] != before
+
+
+class Copied(torch.utils._python_dispatch.TorchDispatchMode):
+    """Bytes of keys and values that are gathered or written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::index_select", "aten::index_copy_") and args[0].ndim == 4:
+            moved = func(*args, **(kwargs or {}))
+            self.nbytes += (moved if func._schema.name == "aten::index_select" else args[3]).nbytes
+            return moved
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "int4", "fp8"])
+@pytest.mark.parametrize(("order", "changed"), [([0, 1, 2], 0), ([0, 2, 1], 2), ([0, 1, 1], 1), ([2, 0, 1], 3)])
+@torch.no_grad()
+def test_a_permutation_moves_in_place_what_is_held_of_rows_that_change(
+    order: list[int], changed: int, kv_dtype: str | None
+) -> None:
+    model, ids = shared_model("gemma3"), tokens(3, 300)
+    cache = DynamicSlidingWindowCache(model.config, kv_dtype=kv_dtype)
+    fed(model, cache, ids, 300)
+    storages = [storage for layer in cache.layers for storage in layer.buffer.storages]
+    places, before = [storage.data_ptr() for storage in storages], [storage.clone() for storage in storages]
+    with Copied() as copied:
+        cache.reorder_cache(torch.tensor(order))
+    assert [storage.data_ptr() for layer in cache.layers for storage in layer.buffer.storages] == places
+    held = [layer.buffer for layer in cache.layers]
+    buffers = [part for each in held for part in ((each.recent, each.packed) if hasattr(each, "packed") else (each,))]
+    for storage, old, span in zip(storages, before, [b.span for b in buffers for _ in b.storages], strict=True):
+        assert torch.equal(storage[:, :, : span.held].float(), old[order][:, :, : span.held].float())
+    row = sum(storage[:1, :, : b.span.held].nbytes for b in buffers for storage in b.storages)
+    assert copied.nbytes == 2 * changed * row, "gathered once and written once"
+
+
+@torch.no_grad()
+def test_a_permutation_of_a_fork_leaves_the_other_side_its_storage() -> None:
+    model, ids = shared_model("gemma3"), tokens(2, 40)
+    cache = DynamicSlidingWindowCache(model.config)
+    fed(model, cache, ids, 40)
+    fork = cache.fork()
+    places = [layer.buffer.storages[0].data_ptr() for layer in cache.layers]
+    fork.reorder_cache(torch.tensor([1, 0]))
+    assert not {layer.buffer.storages[0].data_ptr() for layer in fork.layers} & set(places)
+    own = [layer.buffer.storages[0].data_ptr() for layer in fork.layers]
+    fork.reorder_cache(torch.tensor([1, 0]))
+    fork.reorder_cache(torch.tensor([1, 0]))
+    assert [layer.buffer.storages[0].data_ptr() for layer in fork.layers] == own, "what it moved to is its own"
+    more = tokens(2, 10, seed=1)
+    for one, text in ((fork, ids.flip(0)), (cache, ids)):
+        expected = logits(model, torch.cat((text, more), dim=1))[:, 40:]
+        torch.testing.assert_close(fed(model, one, more), expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_a_quantised_row_that_became_several_is_reordered() -> None:
+    model = shared_model("mistral-full")
+    cache = DynamicSlidingWindowCache(model.config, rollback=0, kv_dtype="int8")
+    fed(model, cache, tokens(1, 127), 127)
+    fed(model, cache, tokens(3, 1))  # which packs tokens of before alone
+    assert [layer.buffer.packed.rows for layer in cache.layers] == [3] * 4
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    assert cache.rows == 3
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers as hf
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import windowkv
 from tiny import MODELS, generated
@@ -28,9 +26,9 @@ from windowkv.cli.sources import DEMO_MODEL, python_documentation
 from windowkv.cli.terminal import progress
 from windowkv.doctor import CacheKind
 from windowkv.recording import read_recording
+from windowkv.tiny_model import CHARACTERS, tiny_tokenizer
 
 PROMPT = "the window slides over the text. " * 12
-CODES = (10, *range(32, 127))
 MIB = 1 << 20
 
 
@@ -59,11 +57,7 @@ Started = Callable[..., subprocess.Popen[bytes]]
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tiny model, whose tokens are the characters of ASCII."""
     folder = tmp_path_factory.mktemp("tiny-model")
-    characters = {chr(code): code for code in CODES}
-    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1, **characters}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     MODELS["gemma3"]().save_pretrained(folder)
     return str(folder)
 
@@ -243,7 +237,9 @@ def test_python_brings_text_enough_for_a_long_prompt() -> None:
 def test_generate_streams_what_the_model_says_and_reports_on_stderr(command: Command, model: str) -> None:
     code, out, err = command("generate", "--model", model, "--prompt", PROMPT, "--max-new-tokens", 30)
     ids = torch.tensor([[ord(character) for character in PROMPT]])
-    expected = "".join(chr(code) for code in generated(MODELS["gemma3"](), ids, 30)[0].tolist() if code in CODES)
+    expected = "".join(
+        chr(code) for code in generated(MODELS["gemma3"](), ids, 30)[0].tolist() if chr(code) in CHARACTERS
+    )
     assert code == 0
     assert out == expected + "\n"
     held = windowkv.plan(model, tokens=len(PROMPT) + 29, dtype=torch.float32)
@@ -441,6 +437,7 @@ def test_plan_leaves_room_for_the_weights_when_asked(command: Command, model: st
     assert report["max_tokens"] == windowkv.max_tokens(model, MIB)
     assert "KiB of weights" in command(*arguments).out
     assert json.loads(command("plan", model, "--fit", 7, "--with-weights", "--json").out)["max_tokens"] == 0
+    assert "nothing fits: the weights alone take" in command("plan", model, "--fit", 7, "--with-weights").out
 
 
 def test_plan_refuses_weights_of_which_nobody_knows(command: Command, tmp_path: Path) -> None:

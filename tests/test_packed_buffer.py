@@ -13,6 +13,7 @@ from windowkv.codecs import CODECS
 from windowkv.errors import InputError, RollbackError
 from windowkv.packed_buffer import PackedBuffer
 from windowkv.quantisation import FORMATS, PackedRetention
+from windowkv.rows import RowSelection
 from windowkv.window import Retention, tail_length
 
 HEADS, DIMS = 2, (4, 6)
@@ -102,10 +103,12 @@ class PackedBufferMachine(RuleBasedStateMachine):
         self.until = min(self.until, seen - count)
 
     @precondition(lambda self: self.buffer.rows)
-    @rule(data=st.data())
-    def take_rows(self, data: st.DataObject) -> None:
-        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=4))
-        self.buffer.take_rows(torch.tensor(rows))
+    @rule(data=st.data(), writable=st.booleans())
+    def take_rows(self, data: st.DataObject, writable: bool) -> None:
+        width = data.draw(st.sampled_from([len(self.rows), 1, 4]))
+        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=width, max_size=width))
+        with torch.set_grad_enabled(not writable):  # with gradients nothing is written in place
+            self.buffer.take_rows(RowSelection(torch.tensor(rows)))
         self.rows = [list(self.rows[row]) for row in rows]
 
     @precondition(lambda self: len(self.rows) == 1 and self.buffer.rows)
@@ -118,6 +121,8 @@ class PackedBufferMachine(RuleBasedStateMachine):
     def go_on_with_a_fork(self) -> None:
         other = self.buffer.fork()
         with torch.no_grad():  # what the other side writes is not seen here
+            if other.rows:
+                other.take_rows(RowSelection(torch.arange(len(self.rows)).flip(0)))
             other.append(*(states([[7] * 50] * len(self.rows), dim, self.dtype) for dim in DIMS))
 
     @rule()
@@ -196,7 +201,7 @@ def test_what_is_packed_is_never_packed_again(monkeypatch: pytest.MonkeyPatch) -
     fill(buffer, 100)
     for _ in range(50):
         fill(buffer, 1)
-    buffer.take_rows(torch.tensor([0, 0]))
+    buffer.take_rows(RowSelection(torch.tensor([0, 0])))
     buffer.fork().take_back(100)
     fill(buffer, 3, batch=2)
     assert sum(tokens) == 2 * buffer.packed.span.end, "keys and values, once each"

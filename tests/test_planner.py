@@ -58,18 +58,27 @@ def test_a_plan_equals_what_generate_holds(name: str) -> None:
     assert windowkv.plan(model.config, tokens=seen, batch_size=3, dtype=torch.float32).total_bytes == cache.nbytes
 
 
-def test_crop_reorder_and_beams_keep_to_the_plan_of_the_furthest_position() -> None:
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@torch.no_grad()
+def test_crop_reorder_and_beams_keep_to_the_plan_of_the_furthest_position(kv_dtype: str | None) -> None:
     model = shared_model("gemma3")
-    cache = DynamicSlidingWindowCache(model.config)
+    cache = DynamicSlidingWindowCache(model.config, kv_dtype=kv_dtype)
+
+    def planned(rows: int) -> int:
+        plan = windowkv.plan(model.config, tokens=300, batch_size=rows, dtype=torch.float32, kv_dtype=kv_dtype)
+        return plan.total_bytes
+
     fed(model, cache, tokens(2, 300), 300)
     cache.crop(-50)
     cache.reorder_cache(torch.tensor([1, 1]))
     fed(model, cache, tokens(2, 20))
-    assert cache.nbytes == windowkv.plan(model.config, tokens=300, batch_size=2, dtype=torch.float32).total_bytes
+    assert cache.nbytes == planned(2)
     cache.batch_repeat_interleave(3)
-    assert cache.nbytes == windowkv.plan(model.config, tokens=300, batch_size=6, dtype=torch.float32).total_bytes
+    assert cache.nbytes == planned(6)
+    cache.reorder_cache(torch.tensor([0, 0, 2, 5, 4, 4]))
+    assert cache.nbytes == planned(6)
     cache.batch_select_indices(torch.tensor([4]))
-    assert cache.nbytes == windowkv.plan(model.config, tokens=300, batch_size=1, dtype=torch.float32).total_bytes
+    assert cache.nbytes == planned(1)
 
 
 def test_the_numbers_of_a_hybrid_model() -> None:

@@ -26,6 +26,7 @@ from tiny import (
 )
 from windowkv import ConfigError, InputError, OptionError, RollbackError, SlidingWindowCache, UnsupportedOperationError
 from windowkv.fixed_buffers import FixedBuffer
+from windowkv.rows import RowSelection
 from windowkv.window import Retention, Ring, sees
 
 LONG = 300  # many times around every ring
@@ -375,9 +376,9 @@ def test_only_rows_that_change_are_copied() -> None:
             return func(*args, **(kwargs or {}))
 
     with Watched():
-        buffer.take_rows(torch.tensor([0, 1, 2, 3]))
+        buffer.take_rows(RowSelection(torch.tensor([0, 1, 2, 3])))
         assert written == []
-        buffer.take_rows(torch.tensor([0, 3, 2, 1]))
+        buffer.take_rows(RowSelection(torch.tensor([0, 3, 2, 1])))
     assert written == [[1, 3], [1, 3]]
     assert buffer.keys is not None
     assert buffer.keys[:, 0, 0, 0].tolist() == [0, 24, 16, 8]

@@ -9,7 +9,7 @@ import transformers as hf
 from tiny import logits, tokens
 from windowkv import WindowKVError
 from windowkv.layout import read_layout
-from windowkv.tiny_model import tiny_model
+from windowkv.tiny_model import tiny_model, tiny_tokenizer
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -85,3 +85,11 @@ def test_the_global_random_state_is_left_alone() -> None:
 def test_where_there_can_be_no_twin_an_error_says_so(config: Any, message: str) -> None:
     with pytest.raises(WindowKVError, match=message):
         tiny_model(config)
+
+
+def test_characters_are_the_tokens_of_a_tiny_model_and_what_is_no_ascii_is_unknown() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("a ~\n\u00e9").input_ids
+    assert ids == [97, 32, 126, 10, 1]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a ~\n"
+    assert max(tokenizer.get_vocab().values()) < tiny_model(hf.MistralConfig()).config.vocab_size

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from windowkv.errors import InputError, RollbackError
+from windowkv.rows import RowSelection
 from windowkv.window import Append, Retention, Span, growing_capacity, tail_length
 
 TOKENS = 2  # the dimension of [B, H, T, D] that grows
@@ -186,9 +187,27 @@ class Buffer:
         if not span.seen:
             self.storages, self._lent = (), False
 
-    def take_rows(self, rows: Tensor) -> None:
-        """Make row i what row `rows[i]` was; rows is an integer tensor `[B']` that may repeat and leave out."""
-        self.storages = tuple(storage.index_select(0, rows.to(storage.device)) for storage in self.storages)
+    def take_rows(self, rows: RowSelection) -> None:
+        """Make row i what row `rows.sources[i]` was: in place, where that is as many rows and nobody can notice."""
+        self.prepare_rows(rows)()
+
+    def prepare_rows(self, rows: RowSelection) -> Callable[[], None]:
+        """All of `take_rows` that can fail, and what does the rest."""
+        if self.rows == len(rows.sources) and not self._lent and all(map(_writable, self.storages)):
+            # Spare slots are nobody's: only what is held moves.
+            moves = [rows.prepare_move(storage[:, :, : self.span.held]) for storage in self.storages]
+
+            def commit() -> None:
+                for move in moves:
+                    move()
+
+            return commit
+        storages = tuple(storage.index_select(0, rows.sources.to(storage.device)) for storage in self.storages)
+
+        def replace_all() -> None:
+            self.storages, self._lent = storages, False
+
+        return replace_all
 
     def fork(self) -> "Buffer":
         """An independent buffer with the same tokens: whichever appends first moves to storages of its own."""

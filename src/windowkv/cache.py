@@ -4,6 +4,7 @@ Knows which operation touches which layers. Knows nothing of how one layer store
 """
 
 import copy
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,8 +26,12 @@ from windowkv.errors import ConfigError, InputError, OptionError, RollbackError
 from windowkv.history import TokenHistory
 from windowkv.layers import BufferedLayer, recurrent_states
 from windowkv.layout import CacheLayout, LayerSpec, read_layout
+from windowkv.offload import HostBuffer, Transfers, fetch_ahead
 from windowkv.packed_buffer import PackedBuffer
 from windowkv.quantisation import PackedRetention, Quantisation
+from windowkv.rows import RowSelection, checked_rows
+
+logger = logging.getLogger(__name__)
 
 ROLLBACK = 64  # tokens that can be taken back unless asked for otherwise; transformers drafts 20 at a time
 
@@ -43,10 +48,14 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         kv_dtype: "int8", "int4" or "fp8" to keep all but the newest tokens in so many bits; None for as computed. Such
             a cache carries no gradients.
         quantize: which layers that is: "full" for those that keep every token, "all" for those with a window too.
+        offload: keep full layers in host memory, and bring each to the accelerator for its share of a forward, while
+            the layers before it compute. Such a cache carries no gradients, and is not quantised. Without an
+            accelerator it changes nothing, and says so.
 
     Raises:
         ConfigError: the config describes no causal decoder, or contradicts itself.
-        OptionError: rollback is no integer >= 0, there is no such kv_dtype or quantize, or it does not fit a head_dim.
+        OptionError: rollback is no integer >= 0, offload no bool, there is no such kv_dtype or quantize, or it does not
+            fit a head_dim or offload.
     """
 
     def __init__(
@@ -56,16 +65,19 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         *,
         kv_dtype: str | None = None,
         quantize: str = "full",
+        offload: bool = False,
     ) -> None:
         """See the class."""
         self.quantisation = Quantisation(kv_dtype, quantize)
         self.rollback = checked_rollback(rollback)
         self.layout = read_layout(config)
         self.quantisation.check(self.layout)
+        transfers = _checked_transfers(offload, self.quantisation)
+        self.offloaded = transfers is not None  # whether full layers lie in host memory
         self.history: TokenHistory | None = None  # the ids seen, once it was used in generate of an enabled model
         self.changes = Changes()
         # Not DynamicCache.__init__, which makes its own layers: that base is there for encoder-decoder caches to find.
-        Cache.__init__(self, layers=_new_layers(config, self.layout, rollback, self.quantisation))
+        Cache.__init__(self, layers=_new_layers(config, self.layout, rollback, self.quantisation, transfers))
         self._unused = {i: fork_layer(layer) for i, layer in enumerate(self.layers) if i in self.layout.foreign}
 
     @property
@@ -91,6 +103,9 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
                 f"a batch of {key_states.shape[0]}, but this cache holds {rows} rows, and some of its layers "
                 "cannot repeat them: use batch_repeat_interleave first, or a new cache"
             )
+        if self.offloaded:
+            buffers = [getattr(layer, "buffer", None) for layer in self.layers]
+            fetch_ahead(buffers, layer_idx, key_states.device)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if not torch.compiler.is_compiling():
             self.changes.touch()
@@ -226,7 +241,7 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         if count < 1:
             raise InputError(f"repeats={repeats!r}: every row can be repeated 1 time or more")
         if self.rows is not None:
-            self._take_rows(torch.arange(self.rows).repeat_interleave(count))
+            self._take_rows(RowSelection(torch.arange(self.rows).repeat_interleave(count)))
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -236,18 +251,41 @@ class DynamicSlidingWindowCache(DynamicCache):  # type: ignore[misc]
         yield
         self.changes.end()
 
-    def _take_rows(self, rows: Tensor) -> None:
-        # Beams often stay as they are. Asking an accelerator would wait for it.
-        if rows.device.type == "cpu" and self.rows == len(rows) and torch.equal(rows, torch.arange(len(rows))):
+    def _take_rows(self, rows: RowSelection) -> None:
+        if rows.keeps_all(self.rows):  # as beams often do
             return
-        # Some of transformers' own layers know no other selection of rows than this one.
         with self._changing():
-            super().reorder_cache(rows)
+            for layer in self.layers:
+                if isinstance(layer, BufferedLayer):
+                    layer.buffer.take_rows(rows)
+                else:  # some of transformers' own know no other selection of rows than this one
+                    layer.reorder_cache(rows.sources)
         if self.history is not None:
-            self.history.take_rows(rows)
+            self.history.take_rows(rows.sources)
 
 
-def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int, quantisation: Quantisation) -> list[Any]:
+def _checked_transfers(offload: Any, quantisation: Quantisation) -> Transfers | None:
+    """What moves full layers to and from host memory; None where they stay. Raises OptionError."""
+    if not isinstance(offload, bool):
+        raise OptionError(f"offload={offload!r}: True or False")
+    if offload and quantisation.kv_dtype is not None:
+        raise OptionError(
+            f"offload=True with kv_dtype={quantisation.kv_dtype!r}: quantised layers stay where they are; use one"
+        )
+    transfers = Transfers()
+    if offload and not transfers.available():
+        logger.warning("offload=True: this machine has no accelerator, so there is nothing to offload")
+        return None
+    return transfers if offload else None
+
+
+def _new_layers(
+    config: PreTrainedConfig,
+    layout: CacheLayout,
+    rollback: int,
+    quantisation: Quantisation,
+    transfers: Transfers | None,
+) -> list[Any]:
     """A layer per spec: ours where windowkv stores it, else the one that transformers makes for it."""
     theirs: list[Any] = [None] * len(layout.layers)
     if not all(spec.buffered for spec in layout.layers):
@@ -261,16 +299,18 @@ def _new_layers(config: PreTrainedConfig, layout: CacheLayout, rollback: int, qu
                 "a model that brings its own kind must be loaded first"
             ) from unknown
     return [
-        BufferedLayer(_new_buffer(spec, rollback, quantisation)) if spec.buffered else layer
+        BufferedLayer(_new_buffer(spec, rollback, quantisation, transfers)) if spec.buffered else layer
         for spec, layer in zip(layout.layers, theirs, strict=False)
     ]
 
 
-def _new_buffer(spec: LayerSpec, rollback: int, quantisation: Quantisation) -> Buffer | PackedBuffer:
+def _new_buffer(
+    spec: LayerSpec, rollback: int, quantisation: Quantisation, transfers: Transfers | None
+) -> Buffer | PackedBuffer:
     retention = quantisation.retention(spec, rollback)
     if isinstance(retention, PackedRetention):
         return PackedBuffer(retention, CODECS[str(quantisation.kv_dtype)])
-    return Buffer(retention)
+    return HostBuffer(retention, transfers) if transfers and spec.kind == "full" else Buffer(retention)
 
 
 def _rows(layer: Any) -> int | None:
@@ -279,27 +319,6 @@ def _rows(layer: Any) -> int | None:
         return layer.buffer.rows
     held = getattr(layer, "keys", None)
     return held.shape[0] if held is not None and held.numel() else None
-
-
-def checked_rows(selection: Any, held: int | None) -> Tensor:
-    """Integers `[B']` of a selection from `held` rows, by integers or by a mask; InputError for rows not there."""
-    try:
-        rows: Tensor = torch.as_tensor(selection)
-    except (TypeError, ValueError, RuntimeError) as why:
-        raise InputError(f"rows {selection!r}: they are integers, one for each row that is to be") from why
-    if rows.dtype == torch.bool:
-        if held is not None and rows.shape != (held,):
-            raise InputError(f"a mask of {rows.numel()} rows: this cache holds {held}")
-        rows = rows.nonzero().flatten()
-    if rows.ndim != 1 or (rows.numel() and (rows.is_floating_point() or rows.is_complex())):
-        raise InputError(f"rows {rows.tolist()}: they are integers, one for each row that is to be")
-    rows = rows.long()
-    # Asking an accelerator would wait for it at every step of a beam search.
-    if held is None:
-        return rows
-    if rows.device.type == "cpu" and rows.numel() and not (-held <= int(rows.min()) and int(rows.max()) < held):
-        raise InputError(f"rows {rows.tolist()}: this cache holds rows 0 to {held - 1}")
-    return rows.where(rows >= 0, rows + held)
 
 
 def checked_rollback(rollback: Any) -> int:

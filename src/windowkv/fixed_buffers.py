@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from windowkv.errors import InputError, RollbackError
+from windowkv.rows import RowSelection
 from windowkv.window import Ring
 
 TOKENS = 2  # the dimension of [B, H, T, D] that slots are in
@@ -128,14 +129,10 @@ class FixedBuffer:
         self._furthest = max(self._furthest, int(self.seen))
         self.seen.sub_(count)
 
-    def take_rows(self, rows: Tensor) -> None:
-        """Make row i what row `rows[i]` was, integers `[B]`; only rows that change are copied."""
-        for storage in (self.keys, self.values):
-            if storage is not None:
-                source = rows.to(storage.device)
-                moved = (source != torch.arange(len(source), device=storage.device)).nonzero().flatten()
-                if len(moved):
-                    storage.index_copy_(0, moved, storage.index_select(0, source[moved]))
+    def take_rows(self, rows: RowSelection) -> None:
+        """Make row i what row `rows.sources[i]` was, as many as there are; only rows that change are copied."""
+        for move in [rows.prepare_move(storage) for storage in (self.keys, self.values) if storage is not None]:
+            move()
 
     def clear(self) -> None:
         """Forget every token; storage and addresses stay."""

@@ -4,6 +4,7 @@ Knows what of a model is changed, and changed back: that object's, never a class
 """
 
 import logging
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from torch.utils.hooks import RemovableHandle
@@ -50,6 +51,7 @@ def enable(
     quantize: str = "full",
     cache: Literal["dynamic", "static"] = "dynamic",
     max_cache_len: int | None = None,
+    offload: bool = False,
 ) -> ModelT:
     """Make `DynamicSlidingWindowCache` the cache that `model.generate` makes when it is given none.
 
@@ -80,6 +82,7 @@ def enable(
             prefill_chunk says otherwise, ids are not remembered, and caches for assisted decoding stay dynamic.
         max_cache_len: the most tokens of a request with static caches, which are all made for that length, so that
             nothing is compiled twice; None is what a request or an earlier one needs, in steps of 256.
+        offload: as DynamicSlidingWindowCache; not with static caches or a prefix store.
 
     Raises:
         UnsupportedModelError: the object has no `generate` of transformers.
@@ -88,16 +91,20 @@ def enable(
     """
     target = _generating(model)
     static = _checked_static(target, cache, max_cache_len, prefix_store)
+    if offload and (static or prefix_store is not None):
+        raise OptionError('offload=True: neither with cache="static" nor with a prefix_store; use one of them')
     chunk = _checked_chunk(prefill_chunk)
     if prefill_chunk == "auto" and (static or not is_plain_decoder(target) or keys_follow_length(target.config)):
         chunk = None
-    options = GenerationOptions(rollback, chunk, prefix_store, Quantisation(kv_dtype, quantize), static, max_cache_len)
+    quantisation = Quantisation(kv_dtype, quantize)
+    options = GenerationOptions(rollback, chunk, prefix_store, quantisation, static, max_cache_len, offload)
     if static and kv_dtype is not None:
         raise OptionError(f'kv_dtype={kv_dtype!r} with cache="static": static caches are not quantised')
     if attention not in ("auto", "model"):
         raise OptionError(f'attention={attention!r}: "auto" or "model"')
     # What cannot be served is said now, not while generating.
-    layout = options.new_cache(target.config, LENGTH_STEP).layout
+    example = options.new_cache(target.config, LENGTH_STEP)
+    options = replace(options, offload=offload and example.offloaded)  # said once, not for every cache
     if prefix_store is not None:
         if not isinstance(prefix_store, PrefixStore):
             raise OptionError(f"prefix_store={prefix_store!r}: a windowkv.PrefixStore")
@@ -112,7 +119,7 @@ def enable(
     setattr(target, DRAFTS, Drafting(target, options))
     if prefix_store is not None:
         setattr(target, GENERATES, Generating(target, options))
-    if attention == "auto" and (fast := fast_name(target, layout)):
+    if attention == "auto" and (fast := fast_name(target, example.layout)):
         _set_attention(target, fast)
     return model
 

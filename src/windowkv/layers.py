@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from windowkv.buffers import Buffer
 from windowkv.packed_buffer import PackedBuffer
+from windowkv.rows import RowSelection
 from windowkv.window import kv_range
 
 
@@ -54,7 +55,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
     def keys(self) -> Tensor | None:
         """The keys that the next query sees, `[B, H, min(seen, window - 1), D]`; None before the first update.
 
-        A view, valid until the next update.
+        A view, valid until the next update or selection of rows.
         """
         return self.buffer.tail[0] if self.is_initialized else None
 
@@ -62,7 +63,7 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
     def values(self) -> Tensor | None:
         """The values that the next query sees, `[B, H, min(seen, window - 1), Dv]`; None before the first update.
 
-        A view, valid until the next update.
+        A view, valid until the next update or selection of rows.
         """
         return self.buffer.tail[1] if self.is_initialized else None
 
@@ -102,16 +103,16 @@ class BufferedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
-        self.buffer.take_rows(beam_idx)
+        self.buffer.take_rows(RowSelection(beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`, in that order."""
-        self.buffer.take_rows(indices)
+        self.buffer.take_rows(RowSelection(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself."""
         if self.buffer.rows is not None:
-            self.buffer.take_rows(torch.arange(self.buffer.rows).repeat_interleave(repeats))
+            self.buffer.take_rows(RowSelection(torch.arange(self.buffer.rows).repeat_interleave(repeats)))
 
 
 def recurrent_states(layer: Any) -> list[Tensor]:

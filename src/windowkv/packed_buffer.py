@@ -16,6 +16,7 @@ from windowkv.buffers import TOKENS, Buffer, Recording, check_take_back
 from windowkv.codecs import Codec
 from windowkv.errors import InputError
 from windowkv.quantisation import SLICE, PackedRetention
+from windowkv.rows import RowSelection
 from windowkv.window import Retention, Span, tail_length
 
 
@@ -120,10 +121,10 @@ class PackedBuffer:
             self.packed.cut(end)
         self.recent.cut(end)
 
-    def take_rows(self, rows: Tensor) -> None:
+    def take_rows(self, rows: RowSelection) -> None:
         """See `Buffer.take_rows`."""
-        self.recent.take_rows(rows)
-        self.packed.take_rows(rows)
+        for move in [self.recent.prepare_rows(rows), self.packed.prepare_rows(rows)]:
+            move()
 
     def fork(self) -> "PackedBuffer":
         """See `Buffer.fork`."""
@@ -171,6 +172,8 @@ class PackedBuffer:
             if stop > seen:
                 pieces.append(self._parts_of([state[:, :, max(at - seen, 0) : stop - seen] for state in new]))
         joined = _joined(pieces) if pieces else ()
+        if new:  # a single row that becomes several does so as a whole, also where only old tokens are packed
+            joined = tuple(part.expand(new[0].shape[0], -1, -1, -1) for part in joined)
         pieces.clear()  # they are a copy of what is joined
         add = packed.prepare(*joined) if joined else None
 
@@ -187,7 +190,7 @@ class PackedBuffer:
         if not new or rows in (None, new[0].shape[0]):
             return lambda: None
         repeated = packed.fork()
-        repeated.take_rows(torch.zeros(new[0].shape[0], dtype=torch.long))
+        repeated.take_rows(RowSelection(torch.zeros(new[0].shape[0], dtype=torch.long)))
 
         def commit() -> None:
             self.packed = repeated

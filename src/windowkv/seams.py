@@ -56,6 +56,7 @@ class GenerationOptions:
     quantisation: Quantisation
     static: bool
     max_cache_len: int | None
+    offload: bool
 
     @property
     def form(self) -> Form:
@@ -69,7 +70,7 @@ class GenerationOptions:
         """
         if self.static and not drafts:
             return SlidingWindowCache(config, length, rollback=self.rollback)
-        return DynamicSlidingWindowCache(config, self.rollback, **asdict(self.quantisation))
+        return DynamicSlidingWindowCache(config, self.rollback, **asdict(self.quantisation), offload=self.offload)
 
 
 class Seam:

@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, StaticCache
 
-from windowkv.cache import ROLLBACK, check_take_back, checked_rollback, checked_rows, rollback_count, storage_nbytes
+from windowkv.cache import ROLLBACK, check_take_back, checked_rollback, rollback_count, storage_nbytes
 from windowkv.errors import ConfigError, InputError, OptionError, UnsupportedOperationError
 from windowkv.layout import CacheLayout, read_layout
+from windowkv.rows import checked_rows
 from windowkv.static_layers import FixedLayer
 from windowkv.window import Retention
 
@@ -41,6 +42,8 @@ class SlidingWindowCache(Cache):  # type: ignore[misc]
             takes keys to be in order, or a window that its model does not apply, or has layers that cannot be static.
         OptionError: max_cache_len is no integer >= 1, or rollback none >= 0.
     """
+
+    offloaded = False
 
     def __init__(self, config: PreTrainedConfig, max_cache_len: int, rollback: int = ROLLBACK) -> None:
         """See the class."""
@@ -101,9 +104,13 @@ class SlidingWindowCache(Cache):  # type: ignore[misc]
         """
         held = self.rows
         rows = checked_rows(beam_idx, held)
-        if held is not None and len(rows) != held:
-            raise InputError(f"{len(rows)} rows: a static cache keeps the {held} that it was allocated for")
-        super().reorder_cache(rows)
+        if held is not None and len(rows.sources) != held:
+            raise InputError(f"{len(rows.sources)} rows: a static cache keeps the {held} that it was allocated for")
+        for layer in self.layers:
+            if isinstance(layer, FixedLayer):
+                layer.buffer.take_rows(rows)
+            else:
+                layer.reorder_cache(rows.sources)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """As `reorder_cache`: a static cache keeps its number of rows."""

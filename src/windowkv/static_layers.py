@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from windowkv.fixed_buffers import FixedBuffer
+from windowkv.rows import RowSelection
 from windowkv.window import Ring
 
 
@@ -106,8 +107,8 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was, in place."""
-        self.buffer.take_rows(beam_idx)
+        self.buffer.take_rows(RowSelection(beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """The same: as many rows as there are."""
-        self.buffer.take_rows(indices)
+        self.buffer.take_rows(RowSelection(indices))

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto import modeling_auto
 
 from windowkv.errors import TinyModelError
@@ -48,6 +49,7 @@ _NOT_CARRIED |= {"auto_map", "_name_or_path", "_attn_implementation", "attn_impl
 _NOT_CARRIED |= {"per_layer_config"}  # its numbers are for as many layers as there were
 _NOT_TEXT = re.compile(r"vision|visual|audio|vq|image|mm_")
 _NOT_MATRICES = re.compile(r"norm|A_log|conv")
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))  # tokens of a tiny model, by their codes
 _MODEST = (0.1, 0.6)  # standard deviations with which attention matters, and nothing overflows
 
 
@@ -71,6 +73,15 @@ def tiny_model(config: PreTrainedConfig, *, windows: bool = False) -> Any:
             except TinyModelError as error:
                 problem = problem or error
     raise problem or _unheard_of(config)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer for tiny models: a character of ASCII is a token, whose id is its code; any other is unknown (1)."""
+    codes = {character: ord(character) for character in CHARACTERS}
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1, **codes}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>")
 
 
 def _built(config: PreTrainedConfig, windows: bool, tower_sizes: bool) -> Any:

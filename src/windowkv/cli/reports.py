@@ -190,6 +190,8 @@ def _alike(count: int, kind: str, window: int | None) -> str:
 def fit_sentences(fit: Fit) -> str:
     """How many tokens fit, and how many rows of the tokens that were asked for."""
     weights = fit.counted_weight_bytes
+    if weights is not None and weights >= fit.budget_bytes:
+        return f"nothing fits: the weights alone take {size(weights)} of {size(fit.budget_bytes)}"
     what = "of keys and values alone" if weights is None else f"together with {size(weights)} of weights"
     room = f"{size(fit.budget_bytes)} {what}"
     rows = "" if fit.batch_size == 1 else f" in each of {fit.batch_size:,} rows"

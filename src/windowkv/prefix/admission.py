@@ -17,6 +17,8 @@ def check_cache(cache: Any, model: Any) -> None:
     """Raise InputError for what is no cache of a model, or must not serve another text."""
     if not isinstance(cache, DynamicSlidingWindowCache):
         raise InputError(f"a {type(cache).__name__}: a store keeps what a DynamicSlidingWindowCache holds")
+    if cache.offloaded:
+        raise InputError("this cache is offloaded: a store keeps what lies where the model is")
     if keys_follow_length(model.config):
         raise InputError("the keys of this model follow the length of the whole text: no beginning serves another text")
     cache.check_whole()
