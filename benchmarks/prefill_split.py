@@ -12,20 +12,13 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from matplotlib.figure import Figure
 from transformers import DynamicCache
 
 import windowkv
 from windowkv import demo_model
 from windowkv.measurement import measure
 
-PARTS = {
-    "MLP": "#7a8b99",
-    "projections": "#a9b7c2",
-    "norms, rotary, the rest": "#d5dce2",
-    "attention, sliding layers": "#0b5cad",
-    "attention, full layers": "#b3441e",
-}
+PARTS = ("MLP", "projections", "norms, rotary, the rest", "attention, sliding layers", "attention, full layers")
 
 
 @contextmanager
@@ -77,25 +70,6 @@ def split(model: torch.nn.Module, length: int, *, enabled: bool) -> dict[str, fl
     return {part: spent[part] / length for part in PARTS}
 
 
-def draw(path: Path, columns: dict[str, dict[str, float]], unit: float) -> None:
-    """Stacked bars, a bar for each column."""
-    figure = Figure(figsize=(9, 5), dpi=160)
-    axes = figure.add_axes((0.08, 0.1, 0.62, 0.78))
-    bottoms = [0.0] * len(columns)
-    for part, color in PARTS.items():
-        heights = [column[part] / unit for column in columns.values()]
-        axes.bar(list(columns), heights, bottom=bottoms, color=color, width=0.6, label=part)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    for place, top in enumerate(bottoms):
-        axes.annotate(f"{top:.2f}", (place, top), ha="center", va="bottom", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_ylabel("time per token of prompt (windowkv, shortest prompt = 1)")
-    axes.set_title("Only the full layers' attention grows with the prompt", loc="left", fontweight="bold")
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="center right", frameon=False, fontsize=9)
-    figure.savefig(path)
-
-
 def main() -> None:
     """Measure, draw, and write the numbers beside the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -110,8 +84,12 @@ def main() -> None:
     for length in sorted(options.lengths):
         columns[f"windowkv\n{length:,}"] = split(model, length, enabled=True)
     unit = sum(columns[f"windowkv\n{shortest:,}"].values())
-    draw(options.output, columns, unit)
-    shares = {name.replace("\n", " "): {part: t / unit for part, t in c.items()} for name, c in columns.items()}
+    shares = {name: {part: t / unit for part, t in column.items()} for name, column in columns.items()}
+    windowkv.plot.parts(
+        shares,
+        amount="time per token of prompt (windowkv, shortest prompt = 1)",
+        title="Only the full layers' attention grows with the prompt",
+    ).savefig(options.output)
     options.output.with_suffix(".json").write_text(json.dumps(shares, indent=2))
     print(json.dumps(shares, indent=2))
 

@@ -1,10 +1,13 @@
 """Time to first token where a prompt's beginning is stored, against none stored and against going on by hand: ratios.
 
-`python benchmarks/prefix_reuse.py [--tokens 8192] [--new 50] [--rounds 5]`; medians, runs taking turns.
+`python benchmarks/prefix_reuse.py [--tokens 8192] [--new 50] [--rounds 5] [--output reuse.png]`; medians, runs taking
+turns. With --output it draws what the store saved request by request, and writes that as JSON besides.
 """
 
 import argparse
 import json
+from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -28,13 +31,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--new", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="a picture of what was reused")
     options = parser.parse_args()
     model, _ = demo_model.load()
     generator = torch.Generator().manual_seed(0)
     prefix = torch.randint(3, 1 << 16, (1, options.tokens), generator=generator)
     store = windowkv.PrefixStore(max_bytes=1 << 30)
     windowkv.enable(model, prefix_store=store)
+    stats = [store.stats]
     first_token(model, prefix)
+    stats.append(store.stats)
     by_hand = windowkv.DynamicSlidingWindowCache(model.config)
     windowkv.enable(model)
     first_token(model, prefix, past_key_values=by_hand)
@@ -47,6 +53,7 @@ def main() -> None:
         times["by hand"].append(first_token(model, prompt, past_key_values=by_hand.fork()))
         windowkv.enable(model, prefix_store=store)
         times["store"].append(first_token(model, prompt))
+        stats.append(store.stats)
         windowkv.enable(model)
     medians = {name: median(values) for name, values in times.items()}
     report = {
@@ -56,6 +63,9 @@ def main() -> None:
         "hits": store.stats.hits,
     }
     print(json.dumps(report, indent=2))
+    if options.output:
+        options.output.with_suffix(".json").write_text(json.dumps([asdict(each) for each in stats], indent=2))
+        windowkv.plot.reuse(stats).savefig(options.output)
 
 
 if __name__ == "__main__":

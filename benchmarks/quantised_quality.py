@@ -18,19 +18,19 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 import windowkv
 from windowkv import demo_model
 from windowkv.cli.sources import python_documentation
 from windowkv.continuation import cache_name
+from windowkv.plot.canvas import new_figure
+from windowkv.plot.measures import draw_bars
 from windowkv.quantisation import STEP, Quantisation
 
 CONTEXT, PREDICTED, LONG, CHUNK = 4096, 2048, 8192, 1024
 QUANTISED = [(name, which) for which in ("full", "all") for name in ("int8", "fp8", "int4")]
 LIMITS = {"int8": (0.2, 0.56), "fp8": (0.2, 0.56), "int4": (1.5, 0.32)}  # % of the likelihood, of the bytes
-COLORS = {"int8": "#0b5cad", "fp8": "#7a8b99", "int4": "#b3441e"}
 
 
 @dataclass(frozen=True)
@@ -94,31 +94,21 @@ def bytes_ratio(config: Any, kv_dtype: str, quantize: str) -> float:
 
 def draw(path: Path, rows: list[Row]) -> None:
     """Three panels of bars: bytes, loss of likelihood, time."""
-    figure = Figure(figsize=(9, 4.2), dpi=160)
-    panels = figure.subplots(1, 3, sharey=True)
+    figure = new_figure(4.2)
     names = [f"{row.kv_dtype}, {row.quantize} layers" for row in rows]
+    losses, weights = zip(*(LIMITS[row.kv_dtype] for row in rows), strict=True)
     columns = (
-        ("bytes of the quantised layers\n(bfloat16 = 1)", [row.bytes_ratio for row in rows], "%.3f"),
-        ("likelihood lost (%)", [row.more_percent for row in rows], "%+.2f"),
-        ("time per token after 8,192\n(unquantised = 1)", [row.time_ratio for row in rows], "%.2f"),
+        ("bytes of the quantised layers\n(bfloat16 = 1)", [row.bytes_ratio for row in rows], "{:.3f}", weights),
+        ("likelihood lost (%)", [row.more_percent for row in rows], "{:+.2f}", losses),
+        ("time per token after 8,192\n(unquantised = 1)", [row.time_ratio for row in rows], "{:.2f}", None),
     )
-    for which, (panel, (title, values, form)) in enumerate(zip(panels, columns, strict=True)):
-        panel.barh(names, values, color=[COLORS[row.kv_dtype] for row in rows], height=0.65)
-        around = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-        panel.bar_label(panel.containers[0], fmt=form, padding=4, fontsize=8, bbox=around, zorder=3)
-        for place, row in enumerate(rows):  # what it may be at most
-            limit = {0: LIMITS[row.kv_dtype][1], 1: LIMITS[row.kv_dtype][0]}.get(which)
-            if limit is not None:
-                panel.plot([limit, limit], [place - 0.4, place + 0.4], color="#222222", linewidth=1.5)
-        panel.set_title(title, fontsize=9, loc="left")
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(labelsize=8)
-        panel.set_xlim(min(0.0, *values) * 1.4, 1.3 * max(0.3, *values))
-    panels[0].invert_yaxis()
+    for place, (title, values, form, limits) in enumerate(columns, start=1):
+        axes = figure.add_subplot(1, 3, place)
+        draw_bars(axes, dict(zip(names, values, strict=True)), title=title, form=form, limits=limits)
+        axes.tick_params(labelleft=place == 1)
     figure.suptitle(
         "Quantised caches on Gemma 3 270M (black lines: what is the most allowed)", x=0.02, ha="left", fontsize=11
     )
-    figure.tight_layout()
     figure.savefig(path)
 
 

@@ -25,6 +25,7 @@ from windowkv.cli import main
 from windowkv.cli.sources import DEMO_MODEL, python_documentation
 from windowkv.cli.terminal import progress
 from windowkv.doctor import CacheKind
+from windowkv.recording import read_recording
 from windowkv.tiny_model import CHARACTERS, tiny_tokenizer
 
 PROMPT = "the window slides over the text. " * 12
@@ -119,6 +120,9 @@ def test_version_and_help(command: Command) -> None:
         ["demo", "--output", "a.gif"],
         ["demo", "--output", "missing/a.png"],
         ["demo", "--text", "missing.txt"],
+        ["plot", "memory", "folder", "--output", "a.gif"],
+        ["plot", "plans"],
+        ["plot", "bench", "missing.json"],
         ["generate", "--prompt", "a"],
         ["generate", "--model", "folder", "--prompt", "a", "--prompt-file", __file__],
         ["generate", "--model", "folder", "--prompt-file", "missing.txt"],
@@ -200,6 +204,7 @@ def test_demo_refuses_a_file_without_text(demo: Command, content: bytes, reason:
 
 
 def test_demo_works_without_matplotlib_and_says_how_to_get_it(demo: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "windowkv.plot.notebook", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, out, err = demo("--json")
     assert (code, json.loads(out)["picture"]) == (0, None)
@@ -567,6 +572,13 @@ def test_bench_prints_ratios_and_writes_a_picture_and_the_data(
     assert ours == windowkv.plan(MODELS["mistral"]().config, tokens=103, dtype=torch.float32).total_bytes
     assert theirs >= 4 * 50 * 2 * 2 * 16 * 4, "layers, the last prompt, keys and values, heads, head_dim, bytes"
     assert Path(tmp_path, "out.png").read_bytes().startswith(b"\x89PNG")
+    assert command("plot", "bench", "out.json", "--output", "again.svg").out == "picture: again.svg\n"
+    drawn = re.findall(r"<!-- (.*) -->", Path("again.svg").read_text())
+    assert "KV bytes after the prompt, against transformers in chunks" in drawn
+    ratios = [ratio for measures in report["ratios"].values() for ratio in measures.values()]
+    assert len(ratios) == 8
+    assert {f"{ratio:.2f}x" for ratio in ratios if ratio is not None} <= {*drawn}
+    assert report["ratios"]["transformers"]["kv_bytes"] == theirs / ours
 
 
 def test_bench_names_its_scenarios_and_refuses_others(command: Command) -> None:
@@ -574,6 +586,56 @@ def test_bench_names_its_scenarios_and_refuses_others(command: Command) -> None:
     result = command("bench", "--scenario", "nothing")
     assert result.code == 2
     assert "prefill" in result.err
+
+
+# -- plot
+
+
+def test_plot_run_draws_what_the_cache_holds_and_writes_it_down(command: Command, model: str) -> None:
+    lengths = ("--tokens", 400, "--new-tokens", 3)
+    result = command("plot", "run", model, *lengths, "--output", "a.svg")
+    assert (result.code, result.out) == (0, "picture: a.svg, data: a.json\n"), result.err
+    planned = windowkv.plan(model, tokens=402, dtype=torch.float32).total_bytes
+    assert read_recording("a.json").peak_bytes == planned
+    assert command("plot", "run", model, *lengths, "--plain", "--output", "b.svg").code == 0
+    assert read_recording("b.json").peak_bytes >= windowkv.plan(model, tokens=400, dtype=torch.float32).baseline_bytes
+    assert command("plot", "recording", "a.json", "--output", "c.svg").code == 0
+    first, second = (re.findall(r"<!-- (.*) -->", Path(name).read_text()) for name in ("a.svg", "c.svg"))
+    assert first == second
+    assert "sliding layers" in first
+
+
+def test_plot_memory_and_plans_need_a_config_alone(command: Command, model: str) -> None:
+    memory = command("plot", "memory", model, "--tokens", 200, "--kv-dtype", "int8", "--output", "memory.svg")
+    assert (memory.code, memory.out) == (0, "picture: memory.svg\n"), memory.err
+    assert "After a 200-token prompt" in Path("memory.svg").read_text()
+    plans = command(
+        "plot", "plans", model, DEMO_MODEL, "--tokens", 1024, "--dtype", "bfloat16", "--output", "plans.svg"
+    )
+    assert plans.code == 0, plans.err
+    texts = re.findall(r"<!-- (.*?) -->", Path("plans.svg").read_text(), re.DOTALL)
+    assert {"256", "512", "1,024"} <= {*texts}
+    assert any(text.startswith(DEMO_MODEL) for text in texts)
+    assert any(text.startswith(Path(model).name) for text in texts)
+
+
+def test_plot_parts_and_reuse_draw_numbers_of_files(command: Command) -> None:
+    Path("parts.json").write_text('{"old": {"MLP": 1, "attention": 2.5}, "new": {"MLP": 1, "attention": 0.25}}')
+    assert command("plot", "parts", "parts.json", "--title", "What it took", "--output", "a.svg").code == 0
+    assert all(text in Path("a.svg").read_text() for text in ("What it took", "3.50", "1.25", "attention"))
+    Path("stats.json").write_text('[{}, {"tokens_computed": 70}, {"tokens_reused": 60, "tokens_computed": 80}]')
+    assert command("plot", "reuse", "stats.json", "--output", "b.svg").code == 0
+    assert "60 of the 140 tokens of 2 prompts were taken from the store" in Path("b.svg").read_text()
+
+
+@pytest.mark.parametrize("content", ["", "3", "[1]", '{"a": 1}', '[{"a": 1}]'])
+@pytest.mark.parametrize("kind", ["bench", "parts", "reuse", "recording"])
+def test_plot_refuses_a_file_of_another_make_in_one_line(command: Command, kind: str, content: str) -> None:
+    Path("other.json").write_text(content)
+    code, out, err = command("plot", kind, "other.json", "--output", "a.png")
+    assert (code, out) == (1, "")
+    assert re.fullmatch(r"error: .*other\.json is n.*\n", err)
+    assert not Path("a.png").exists()
 
 
 # -- how a process ends

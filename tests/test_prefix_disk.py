@@ -301,6 +301,19 @@ def test_what_killed_writers_leave_goes(tmp_path: Path) -> None:
     assert not left.exists()
 
 
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    model, store = restarted("gemma3", tmp_path)
+    (scope,) = scopes(tmp_path)
+    names = ["p-²-1-a-b.kv", "p-1-1.kv", "p-x-1-a-b.kv", "notes.txt", "b-.kv"]
+    for name in names:
+        (tmp_path / scope / name).touch()
+    ids = tokens(1, 40)
+    for _ in range(2):
+        assert torch.equal(generated(model, ids, 5), uncached(shared_model("gemma3"), ids, 5))
+    assert store.stats.hits == 1
+    assert all((tmp_path / scope / name).exists() for name in names)
+
+
 def test_files_are_written_while_the_model_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, store = restarted("gemma3", tmp_path)
     ids, go_on = tokens(1, 300), threading.Event()

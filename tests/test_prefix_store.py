@@ -269,6 +269,8 @@ def test_a_store_serves_one_model() -> None:
         windowkv.enable(other, prefix_store="dir")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="directory=5"):
         PrefixStore(MIB, directory=5)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="namespace=None"):
+        PrefixStore(MIB, namespace=None)  # type: ignore[arg-type]
     for bad in (-1, 1.5, True, None):
         with pytest.raises(OptionError, match="max_bytes"):
             PrefixStore(bad)  # type: ignore[arg-type]
@@ -853,12 +855,13 @@ def test_a_lookup_by_hand_is_for_the_caches_that_the_model_makes() -> None:
     found = store.lookup(text)
     assert found is not None
     assert (found.quantisation, found.rollback) == (FORMS[0], 100)
+    assert store.lookup(text, kv_dtype="int8") is not None  # with the rollback that the model's caches have
     assert store.lookup(text, kv_dtype=None) is None
     store.bind(model)  # all weights are read again, and that is all
     assert store.lookup(text) is not None
     windowkv.enable(model, prefix_store=store, kv_dtype=None)
     assert store.lookup(text) is None
-    for bad in ({"kv_dtype": "int2"}, {"kv_dtype": "int8", "quantize": "some"}):
+    for bad in ({"kv_dtype": "int2"}, {"kv_dtype": "int8", "quantize": "some"}, {"quantize": "all"}):
         with pytest.raises(OptionError):
             store.lookup(text, **bad)
         with pytest.raises(OptionError):

@@ -329,6 +329,49 @@ def test_a_refused_crop_leaves_every_layer_as_it_was() -> None:
         cache.crop(5)
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_what_broke_off_in_a_layer_is_noticed(enabled: bool) -> None:
+    model, ids = MODELS["qwen2"](), tokens(1, 20)
+    if enabled:
+        windowkv.enable(model, cache="static")
+    cache = static(model)
+    fed(model, cache, ids[:, :7])
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        fed(model, cache, ids[:, 7:9])
+    hook.remove()
+    with pytest.raises(InputError, match="reset"):
+        fed(model, cache, ids[:, 7:9])
+    with pytest.raises(RollbackError, match="reset"):
+        cache.crop(-1)
+    with pytest.raises(InputError, match="reset"):
+        generated(model, ids, 3, **cache_argument(model, cache))
+    cache.reset()
+    assert torch.equal(generated(model, ids, 3, **cache_argument(model, cache)), uncached(model, ids, 3))
+
+
+def test_a_state_without_a_way_back_refuses_drafts_instead_of_going_on_wrongly() -> None:
+    model = STATEFUL["lfm2"]()
+    ids = torch.cat((tokens(1, 10),) * 4, dim=1)
+    with pytest.raises(RollbackError, match="no way back"):
+        generated(model, ids, 20, prompt_lookup_num_tokens=5, **given(model))
+
+
+def test_another_dtype_is_refused_before_anything_is_written() -> None:
+    model = MODELS["qwen2"]()
+    cache = static(model)
+    fed(model, cache, tokens(1, 5))
+    before = [layer.keys.clone() for layer in cache.layers]
+    with pytest.raises(InputError, match="bfloat16"), torch.autocast("cpu", torch.bfloat16):
+        fed(model, cache, tokens(1, 1))
+    assert all(torch.equal(layer.keys, old) for layer, old in zip(cache.layers, before, strict=True))
+    assert cache.get_seq_length() == 5
+
+
 def test_drafts_again_and_again() -> None:
     model, ids = shared_model("mistral"), tokens(1, 80)
     cache = static(model, rollback=4)

@@ -1,3 +1,4 @@
+from . import plot as plot
 from .cache import DynamicSlidingWindowCache as DynamicSlidingWindowCache
 from .errors import (
     CacheFileError as CacheFileError,
@@ -21,4 +22,5 @@ from .planner import (
     weight_bytes as weight_bytes,
 )
 from .prefix.store import PrefixStore as PrefixStore
+from .recorder import MemoryRecorder as MemoryRecorder
 from .static_cache import SlidingWindowCache as SlidingWindowCache

@@ -352,17 +352,29 @@ def storage_nbytes(cache: Cache) -> int:
 
 def layers_nbytes(layers: Iterable[Any]) -> int:
     """Bytes of the distinct storages behind some layers of caches."""
-    storages = (tensor.untyped_storage() for layer in layers for tensor in _tensors(layer))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sum(storages(layers).values())
+
+
+def storages(layers: Iterable[Any]) -> dict[int, int]:
+    """The distinct storages behind some layers of caches: bytes by address."""
+    held = (tensor.untyped_storage() for layer in layers for tensor in _tensors(layer))
+    return {storage.data_ptr(): storage.nbytes() for storage in held}
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:
     if isinstance(held, Tensor):
-        yield held
+        if hasattr(held, "__tensor_flatten__"):  # a quantised tensor is made of plain ones
+            for name in held.__tensor_flatten__()[0]:
+                yield from _tensors(getattr(held, name))
+        else:
+            yield held
     elif isinstance(held, BufferedLayer):
         yield from held.buffer.held_tensors
     elif isinstance(held, dict):
         for value in held.values():
+            yield from _tensors(value)
+    elif isinstance(held, (list, tuple)):
+        for value in held:
             yield from _tensors(value)
     elif hasattr(held, "__dict__"):
         yield from _tensors(vars(held))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from windowkv.cache import DynamicSlidingWindowCache, storage_nbytes
 from windowkv.errors import OptionError
 from windowkv.integration import disable, enable
-from windowkv.layout import CacheLayout, read_layout
+from windowkv.layout import CacheLayout, LayerSpec, read_layout
 from windowkv.measurement import WARM_UP, Points, Run, measure
 from windowkv.planner import plan
 
@@ -73,16 +74,17 @@ def compare(model: Any, prompt: Tensor, *, new_tokens: int, progress: Progress |
     return Comparison(prompt.shape[1], baseline, ours, planned.total_bytes, planned.uncounted)
 
 
-def curves(config: PreTrainedConfig, *, dtype: torch.dtype, up_to: int) -> tuple[Curve, Curve]:
-    """What transformers' cache and windowkv's hold at lengths up to `up_to`, without a model.
+def curves(config: PreTrainedConfig, *, dtype: torch.dtype, up_to: int, **options: Any) -> tuple[Curve, Curve]:
+    """What transformers' cache and windowkv's, made with these options, hold at lengths up to `up_to`.
 
-    Both are fed tensors of the model's shapes, and the storages that they keep alive are counted.
+    Both are fed tensors in the proportions of the model's, and the storages that they keep alive are counted.
     """
     layout = read_layout(config)
     lengths = _grid(layout, up_to)
+    plain = options.get("kv_dtype") is None  # a quantised cache packs by what is in a head
     return (
-        _curve(partial(DynamicCache, config=config), layout, lengths, dtype),
-        _curve(partial(DynamicSlidingWindowCache, config), layout, lengths, dtype),
+        _curve(partial(DynamicCache, config=config), layout, lengths, dtype, narrow=True),
+        _curve(partial(DynamicSlidingWindowCache, config, **options), layout, lengths, dtype, narrow=plain),
     )
 
 
@@ -101,9 +103,11 @@ def _grid(layout: CacheLayout, up_to: int) -> list[int]:
     return sorted(n for n in even | {spec.window for spec in layout.layers if spec.window} if 2 <= n <= up_to)
 
 
-def _curve(make_cache: Callable[[], Cache], layout: CacheLayout, lengths: list[int], dtype: torch.dtype) -> Curve:
+def _curve(
+    make_cache: Callable[[], Cache], layout: CacheLayout, lengths: list[int], dtype: torch.dtype, *, narrow: bool
+) -> Curve:
     def held(*chunks: int) -> int:
-        return _bytes_held(make_cache, layout, chunks, dtype)
+        return _bytes_held(make_cache, layout, chunks, dtype, narrow=narrow)
 
     return Curve(
         after_prompt=tuple((n, held(n)) for n in lengths), decoding=tuple((n, held(n - 1, 1)) for n in lengths)
@@ -111,17 +115,29 @@ def _curve(make_cache: Callable[[], Cache], layout: CacheLayout, lengths: list[i
 
 
 @torch.no_grad()
-def _bytes_held(make_cache: Callable[[], Cache], layout: CacheLayout, chunks: Sequence[int], dtype: torch.dtype) -> int:
+def _bytes_held(
+    make_cache: Callable[[], Cache], layout: CacheLayout, chunks: Sequence[int], dtype: torch.dtype, *, narrow: bool
+) -> int:
     """Bytes that all layers hold after these chunks of tokens, by feeding one layer of each kind."""
     empty = storage_nbytes(make_cache())  # transformers' sliding layers come with a number in a tensor
     total = empty
     for spec, layers in Counter(spec for spec in layout.layers if spec.buffered).items():
         cache = make_cache()
+        heads, dims, times = _shape(spec, narrow=narrow)
         for tokens in chunks:
-            keys, values = (
-                torch.empty(1, spec.kv_heads, tokens, head_dim, dtype=dtype)
-                for head_dim in (spec.head_dim, spec.value_head_dim)
-            )
+            keys, values = (torch.empty(1, heads, tokens, dim, dtype=dtype) for dim in dims)
             cache.update(keys, values, layout.layers.index(spec))
-        total += layers * (storage_nbytes(cache) - empty)
+        total += layers * times * (storage_nbytes(cache) - empty)
     return total
+
+
+def _shape(spec: LayerSpec, *, narrow: bool) -> tuple[int, tuple[int, int], int]:
+    """`(heads, (dimensions of keys, of values), how many times as many bytes a layer has)` of what a layer is fed.
+
+    What is stored as it is fed may be as narrow as can be: the tensors of a large model take a minute to write.
+    """
+    dims = spec.head_dim, spec.value_head_dim
+    common = gcd(*dims)
+    if not narrow or not common:
+        return spec.kv_heads, dims, 1
+    return 1, (dims[0] // common, dims[1] // common), spec.kv_heads * common

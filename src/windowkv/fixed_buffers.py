@@ -154,6 +154,11 @@ class FixedBuffer:
                     f"{name} [batch, heads, tokens, head_dim] = {list(new.shape)}, but this cache was allocated for "
                     f"batch {held.shape[0]}, heads {held.shape[1]}, head_dim {held.shape[3]}: use a new cache"
                 )
+            if (new.dtype, new.device) != (held.dtype, held.device):
+                raise InputError(
+                    f"{name} in {new.dtype} on {new.device}, but this cache was allocated in {held.dtype} on "
+                    f"{held.device}: use a new cache"
+                )
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise InputError("a cache with fixed addresses carries no gradients: run under torch.no_grad()")
         self.check_room(keys.shape[TOKENS])

@@ -170,8 +170,8 @@ def _checked_static(model: Any, cache: Any, max_cache_len: int | None, prefix_st
     return static
 
 
-def _generating(model: Any) -> Any:
-    """The object whose `generate` runs, under the wrappers of PEFT and torch.compile."""
+def unwrapped(model: Any) -> Any:
+    """The object whose `generate` runs, under the wrappers of PEFT, torch.compile, and models that delegate."""
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
@@ -180,7 +180,12 @@ def _generating(model: Any) -> Any:
         elif _delegates(model):
             model = model.language_model
         else:
-            break
+            return model
+
+
+def _generating(model: Any) -> Any:
+    """The unwrapped model. Raises UnsupportedModelError where it has no `generate` of transformers."""
+    model = unwrapped(model)
     if not callable(getattr(type(model), MAKES_CACHE, None)):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no generate of transformers: pass the model that generates text, such as "

@@ -89,7 +89,7 @@ def measure(
     `progress` is told `(steps done, steps in all)` of every decoder layer that has read the prompt and of every token.
     """
     _release_memory()  # before anything is shown: an interrupt that a finalizer happens to meet is swallowed
-    layers = _decoder_layers(model)
+    layers = decoder_layers(model)
     recorder = _Recorder(cache, _ticker(progress or _silent, len(layers) + new_tokens))
     start_bytes = _process_nbytes("VmRSS") if _reset_peak() else None
     start = perf_counter()
@@ -125,8 +125,11 @@ def _generate(
     return output
 
 
-def _decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
-    return tuple(getattr(model.get_decoder(), "layers", ()))
+def decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
+    """The layers of a model's decoder, in order, whatever it calls them; none where it has no list of modules."""
+    decoder = model.get_decoder()
+    lists = [child for child in decoder.children() if isinstance(child, torch.nn.ModuleList)]
+    return tuple(getattr(decoder, "layers", None) or max(lists, key=len, default=()))
 
 
 @contextmanager

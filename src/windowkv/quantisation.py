@@ -124,7 +124,7 @@ class Quantisation:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if self.kv_dtype is not None and self.kv_dtype not in FORMATS:
+        if self.kv_dtype is not None and not (isinstance(self.kv_dtype, str) and self.kv_dtype in FORMATS):
             raise OptionError(
                 f"kv_dtype={self.kv_dtype!r}: {', '.join(map(repr, FORMATS))}, or None for no quantisation"
             )
@@ -132,6 +132,8 @@ class Quantisation:
             raise OptionError(
                 f'quantize={self.quantize!r}: "full" for the full layers, "all" for those with a window too'
             )
+        if self.kv_dtype is None and self.quantize != "full":
+            raise OptionError(f"quantize={self.quantize!r} without kv_dtype: say in how many bits, kv_dtype='int8'")
 
     def __str__(self) -> str:
         """As a sentence names it."""

@@ -6,11 +6,12 @@ Knows which operation touches which layers. Knows nothing of how one layer store
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, StaticCache
 
 from windowkv.cache import ROLLBACK, check_take_back, checked_rollback, rollback_count, storage_nbytes
-from windowkv.errors import ConfigError, InputError, OptionError, UnsupportedOperationError
+from windowkv.errors import ConfigError, InputError, OptionError, RollbackError, UnsupportedOperationError
 from windowkv.layout import CacheLayout, read_layout
 from windowkv.rows import checked_rows
 from windowkv.static_layers import FixedLayer
@@ -75,6 +76,27 @@ class SlidingWindowCache(Cache):  # type: ignore[misc]
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         return layer.buffer.seen.clone() if isinstance(layer, FixedLayer) else super().get_query_offset(layer_idx)
 
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, Any]:
+        """As `FixedLayer.get_mask_sizes`. Raises InputError when a forward broke off, so that layers differ."""
+        self.check_whole()
+        return super().get_mask_sizes(*args, **kwargs)  # type: ignore[no-any-return]
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a forward broke off, so that layers hold different tokens; `reset` mends it.
+
+        In a compiled graph nobody can tell, and on an accelerator it would have to be waited for at every step.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        counts = [layer.buffer.seen for layer in self.layers if isinstance(layer, FixedLayer)]
+        return len({int(seen) for seen in counts if seen.device.type == "cpu"}) > 1
+
+    def check_whole(self) -> None:
+        """Raise InputError when a forward broke off."""
+        if self.interrupted:
+            raise InputError("a forward into this cache broke off, and its layers differ: call cache.reset() first")
+
     def check_fits(self, tokens: int) -> None:
         """Raise InputError when that many tokens in all are more than the cache was made for."""
         if tokens > self.max_cache_len:
@@ -87,11 +109,17 @@ class SlidingWindowCache(Cache):  # type: ignore[misc]
         """Take back `-tokens_to_remove` tokens; 0 changes nothing.
 
         Any point within `rollback` of the furthest position reached can be returned to, repeatedly; as long as no slot
-        was taken twice, any point at all. Raises RollbackError when some layer cannot; every layer is then as it was.
+        was taken twice, any point at all. Raises RollbackError when some layer cannot, as those of transformers with a
+        state cannot, or a forward broke off; every layer is then as it was.
         """
         count = rollback_count(tokens_to_remove)
         if not count:
             return
+        if self.interrupted:
+            raise RollbackError("a forward into this cache broke off, and its layers differ: reset it first")
+        if self.layout.foreign:  # what its static layers record of a draft leads to other tokens
+            kind = self.layout.layers[self.layout.foreign[0]].kind
+            raise RollbackError(f"cannot take back {count} tokens: static {kind} layers keep a state with no way back")
         for layer in self.layers:
             check_take_back(layer, count)
         for layer in self.layers:

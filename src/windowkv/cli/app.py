@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from windowkv.cli.commands import cache, store
+from windowkv.cli.commands import cache, plot, store
 from windowkv.cli.commands.bench import bench
 from windowkv.cli.commands.demo import demo
 from windowkv.cli.commands.doctor import doctor
@@ -21,6 +21,7 @@ from windowkv.errors import WindowKVError
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (demo, generate, plan, doctor, bench):
     app.command()(command)
+app.add_typer(plot.app, name="plot")
 app.add_typer(store.app, name="store")
 app.add_typer(cache.app, name="cache")
 

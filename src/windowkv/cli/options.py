@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from windowkv.cli.sources import DEMO_MODEL
-from windowkv.plot import FORMATS
+
+FORMATS = (".png", ".svg", ".pdf")  # of pictures
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -67,6 +68,7 @@ def byte_count(text: str) -> int:
 
 
 MODEL_HELP = f"{DEMO_MODEL}, a local folder, or a hub id."
+CONFIG_HELP = f"{DEMO_MODEL}, a local folder, a config.json, a hub id, or a name that windowkv plan --list tells."
 ModelOption = Annotated[str, typer.Option(help=MODEL_HELP)]
 TextFile = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="Text to continue, instead of Python's documentation.")

@@ -11,10 +11,12 @@ from windowkv.cli.terminal import say
 from windowkv.errors import OptionError
 
 
-def drawn(draw: Callable[..., Path], *args: Any, **kwargs: Any) -> Path | None:
-    """Where a picture is; without matplotlib None, and a line on how to get one."""
+def drawn(output: Path, draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Path | None:
+    """Where the picture of a figure is; without matplotlib None, and a line on how to get one."""
     try:
-        return draw(*args, **kwargs)
+        figure = draw(*args, **kwargs)
     except OptionError as no_matplotlib:
         say(str(no_matplotlib))
         return None
+    figure.savefig(output)
+    return output

@@ -13,6 +13,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from windowkv.units import size
+
 if TYPE_CHECKING:
     from windowkv.benchmark import Result, Scenario
     from windowkv.comparison import Comparison
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from windowkv.memory import Plan
     from windowkv.persist import CacheFileInfo
     from windowkv.prefix.disk import ScopeSummary
-
-_UNITS = (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1), ("KiB", 1 << 10, 1))  # name, bytes, digits behind the point
 
 
 class _Measure(NamedTuple):
@@ -42,18 +42,6 @@ class Fit(NamedTuple):
     tokens: int | None  # that were asked for
     max_batch_size: int | None  # of so many tokens; None where any number fits, or nobody asked
     positions: int | None  # as far as the model's config goes
-
-
-def size(nbytes: int | None) -> str:
-    """Bytes in the largest unit of which there is one.
-
-    >>> size(1000), size(150_994_944), size(2_200_000_000), size(None)
-    ('1,000 B', '144.0 MiB', '2.05 GiB', 'unknown')
-    """
-    if nbytes is None:
-        return "unknown"
-    fitting = (f"{nbytes / weight:,.{digits}f} {unit}" for unit, weight, digits in _UNITS if nbytes >= weight)
-    return next(fitting, f"{nbytes:,} B")
 
 
 def _duration(seconds: float) -> str:
@@ -130,6 +118,10 @@ def benchmark_report(name: str, result: "Result") -> dict[str, Any]:
         "new_tokens": scenario.new_tokens,
         "turns": scenario.turns,
         "tokens_equal": result.tokens_equal,
+        "ratios": {
+            contender: {attribute: result.ratio(contender, attribute) for _, attribute in BENCHMARK_MEASURES}
+            for contender in _opponents(result)
+        },
         "rounds": {
             contender: [{key: value for key, value in asdict(sample).items() if key != "tokens"} for sample in samples]
             for contender, samples in result.samples.items()
@@ -144,12 +136,28 @@ def benchmark_table(results: "Mapping[str, Result]") -> Table:
     )
     table.add_column("tokens", justify="right")
     for name, result in results.items():
-        for contender in [contender for contender in result.samples if contender != "windowkv"]:
+        for contender in _opponents(result):
             ratios = (result.ratio(contender, attribute) for _, attribute in BENCHMARK_MEASURES)
             cells = ["-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
             table.add_row(name, contender, *cells, "equal" if result.tokens_equal else "differ")
     table.caption = "ratios of medians, runs taking turns; in bfloat16 tokens depend on how a prompt is cut"
     return table
+
+
+def benchmark_panels(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """What `benchmark_report` said of scenarios, by what is measured against whom, and by scenario."""
+    opponents = dict.fromkeys(contender for report in reports for contender in report["ratios"])
+    return {
+        f"{label}, against {contender}": {
+            report["scenario"]: report["ratios"][contender][attribute] for report in reports
+        }
+        for label, attribute in BENCHMARK_MEASURES
+        for contender in opponents
+    }
+
+
+def _opponents(result: "Result") -> list[str]:
+    return [contender for contender in result.samples if contender != "windowkv"]
 
 
 def plan_report(plan: "Plan") -> dict[str, Any]:

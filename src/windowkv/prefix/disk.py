@@ -252,7 +252,7 @@ def block_name(keys: Mapping[int, str], end: int, mark: str = "") -> str:
 
 def _point(name: str) -> Point | None:
     parts = name.split("-")
-    if len(parts) != 5 or parts[0] != "p" or not (parts[1].isdigit() and parts[2].isdigit()):
+    if not name.isascii() or len(parts) != 5 or parts[0] != "p" or not (parts[1] + parts[2]).isdigit():
         return None
     return Point(name, int(parts[1]), int(parts[2]), parts[3], parts[4])
 

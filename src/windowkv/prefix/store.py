@@ -78,7 +78,7 @@ class PrefixStore:
         max_disk_bytes: most bytes of this model's and namespace's files; None for no limit.
 
     Raises:
-        OptionError: a number of bytes is no integer >= 0.
+        OptionError: a number of bytes is no integer >= 0, or the namespace no string.
     """
 
     def __init__(
@@ -95,6 +95,8 @@ class PrefixStore:
                 raise OptionError(f"{name}={value!r}: a number of bytes, an integer >= 0")
         if directory is not None and not isinstance(directory, (str, os.PathLike)):
             raise OptionError(f"directory={directory!r}: a path, or an fsspec URL")
+        if not isinstance(namespace, str):
+            raise OptionError(f"namespace={namespace!r}: a string, which tells whose prefixes these are")
         self.max_bytes, self.directory = max_bytes, directory
         self.namespace, self.max_disk_bytes = namespace, max_disk_bytes
         self._disks: dict[str, DiskTier | None] = {}  # of this scope, by form
@@ -145,7 +147,7 @@ class PrefixStore:
         """
         if not isinstance(model, PreTrainedModel):
             raise OptionError(f"a {type(model).__name__}: a store serves a model of transformers")
-        form = self._form if kv_dtype == "bound" else Quantisation(kv_dtype, quantize).form(checked_rollback(rollback))
+        form = self._named(kv_dtype, quantize, checked_rollback(rollback))
         with self._lock:
             bound = self._model and self._model()
             if bound is not None and bound is not model:
@@ -194,9 +196,7 @@ class PrefixStore:
             InputError: these are no ids.
             OptionError: the store serves no model, or there are no such options.
         """
-        form = self._form
-        if kv_dtype != "bound":
-            form = Quantisation(kv_dtype, quantize).form(ROLLBACK)
+        form = self._named(kv_dtype, quantize, self._form.residual)
         if rollback is not None:
             form = form.quantisation.form(checked_rollback(rollback))
         return self.lookup_rows([Text(as_ids(tokens))], form, rollback=rollback)
@@ -286,6 +286,14 @@ class PrefixStore:
         if not idle:  # another thread was in the middle of something
             self._trees, self._recent = {}, OrderedDict()
             self._stats = replace(self._stats, nbytes=0)
+
+    def _named(self, kv_dtype: str | None, quantize: str, rollback: int) -> Form:
+        """The form that options name."""
+        if kv_dtype != "bound":
+            return Quantisation(kv_dtype, quantize).form(rollback)
+        if quantize != "full":
+            raise OptionError(f"quantize={quantize!r} without kv_dtype: say in how many bits, kv_dtype='int8'")
+        return self._form
 
     def _tree_of(self, form: Form) -> Tree[Block, Checkpoint]:
         return self._trees.setdefault((self._scope, str(form)), Tree())

@@ -1,10 +1,9 @@
 """`windowkv bench`: time and memory against transformers."""
 
 import json
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,10 +12,7 @@ from windowkv.cli.options import AsJson, picture_path
 from windowkv.cli.pictures import drawn
 from windowkv.cli.sources import WITH_MODEL, import_slowly
 from windowkv.cli.terminal import Show, print_json, print_table, progress
-from windowkv.plot import draw_ratios
-
-if TYPE_CHECKING:
-    from windowkv.benchmark import Result
+from windowkv.plot.measures import ratios
 
 
 def bench(
@@ -50,17 +46,9 @@ def bench(
         print_json({"scenarios": report})
     else:
         print_table(reports.benchmark_table(results))
-        typer.echo(f"picture: {_draw_ratios(results, output) or 'none'}, data: {output.with_suffix('.json')}")
+        picture = drawn(output, ratios, reports.benchmark_panels(report))
+        typer.echo(f"picture: {picture or 'none'}, data: {output.with_suffix('.json')}")
 
 
 def _show_run(show: Show, scenario: str, contender: str, done: int, runs: int) -> None:
     show(f"{scenario}: {contender}", done, runs)
-
-
-def _draw_ratios(results: "Mapping[str, Result]", output: Path) -> Path | None:
-    bars = {
-        f"{label}, against {contender}": {name: result.ratio(contender, attribute) for name, result in results.items()}
-        for label, attribute in reports.BENCHMARK_MEASURES
-        for contender in ("transformers", "transformers in chunks")
-    }
-    return drawn(draw_ratios, output, bars)

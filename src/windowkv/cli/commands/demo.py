@@ -19,7 +19,6 @@ from windowkv.cli.sources import (
     read_file,
 )
 from windowkv.cli.terminal import print_json, print_table, progress, say
-from windowkv.plot import Usage, draw_comparison
 
 if TYPE_CHECKING:
     from windowkv.comparison import Comparison
@@ -63,14 +62,7 @@ def demo(
 
 
 def _draw(comparison: "Comparison", network: Any, output: Path) -> Path | None:
-    from windowkv.comparison import curves, windows
+    from windowkv.plot.usage import memory
 
     seen, _ = comparison.windowkv.points[-1]
-    old, new = curves(network.config, dtype=network.dtype, up_to=seen)
-    return drawn(
-        draw_comparison,
-        output,
-        baseline=Usage("transformers", old.after_prompt, old.decoding, comparison.baseline.points),
-        windowkv=Usage("windowkv", new.after_prompt, new.decoding, comparison.windowkv.points),
-        windows=windows(network.config),
-    )
+    return drawn(output, memory, network.config, tokens=seen, dtype=network.dtype, comparison=comparison)

@@ -20,6 +20,7 @@ from windowkv.cli.options import (
 from windowkv.cli.sources import WITH_MODEL, encode, enough_positions, import_slowly, load, read_file, read_stdin
 from windowkv.cli.terminal import progress, say
 from windowkv.errors import OptionError
+from windowkv.units import size
 
 _STORE_BYTES = 1 << 30  # that a store holds in memory beside its files
 
@@ -100,7 +101,7 @@ def _save(output: Any, path: Path) -> None:
     if cache is None:
         raise OptionError("--save-cache: this model keeps no cache that windowkv could save")
     cache.save(path)
-    say(f"saved: {path}, {reports.size(path.stat().st_size)}")
+    say(f"saved: {path}, {size(path.stat().st_size)}")
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
