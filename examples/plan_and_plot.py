@@ -1,4 +1,4 @@
-"""What a model's cache will hold, before any weights are loaded."""
+"""What a model's cache will hold, before any weights are loaded: a table, and a picture."""
 
 import argparse
 
@@ -12,7 +12,9 @@ from windowkv.model_source import load_config
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a folder, a hub id, or gemma-3-270m; the sizes of Mistral 7B without")
-    name = parser.parse_args().model
+    parser.add_argument("--picture", default="plans.png", help="where the picture goes: PNG, SVG or PDF")
+    options = parser.parse_args()
+    name = options.model
     config = load_config(name) if name else MistralConfig(sliding_window=4096)
 
     print("tokens     cache  never dropping  int8 (MiB)")
@@ -24,6 +26,8 @@ def main() -> None:
 
     most = windowkv.max_tokens(config, 1 << 30, dtype=torch.bfloat16)
     print("in 1 GiB:", "any number of tokens" if most is None else f"{most:,} tokens")
+    windowkv.plot.plans({name or "Mistral 7B": config}, tokens=65_536, dtype=torch.bfloat16).savefig(options.picture)
+    print("picture:", options.picture)
 
 
 if __name__ == "__main__":
