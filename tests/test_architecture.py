@@ -42,7 +42,8 @@ ROWS = [
     {"model_source"},
     {"planner"},
     {"comparison", "benchmark", "plot", "doctor"},
-    {"cli/sources", "cli/terminal"},
+    {"cli/terminal"},
+    {"cli/sources"},
     {"cli/options", "cli/pictures", "cli/reports", "cli/matrix"},
     {
         "cli/commands/bench",

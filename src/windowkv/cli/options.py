@@ -66,6 +66,11 @@ def byte_count(text: str) -> int:
     return int(Fraction(parts[1]) * _UNITS[parts[2]])
 
 
+def examples(*commands: str) -> str:
+    """What stands below a command's help: lines to copy."""
+    return "\b\n" + "\n".join(["Examples:", *(f"  $ {command}" for command in commands)])
+
+
 MODEL_HELP = f"{DEMO_MODEL}, a local folder, or a hub id."
 ModelOption = Annotated[str, typer.Option(help=MODEL_HELP)]
 TextFile = Annotated[
