@@ -56,7 +56,8 @@ ROWS = [
     {"planner"},
     {"comparison", "benchmark", "doctor", "plot/planned"},
     {"plot/usage"},
-    {"cli/sources", "cli/terminal"},
+    {"cli/terminal"},
+    {"cli/sources"},
     {"cli/options", "cli/pictures", "cli/reports", "cli/matrix"},
     {
         "cli/commands/bench",

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers as hf
+import typer
 
 import windowkv
 from tiny import MODELS, generated
 from windowkv.benchmark import CONTENDERS, Scenario
-from windowkv.cli import main
+from windowkv.cli import app, main
 from windowkv.cli.sources import DEMO_MODEL, python_documentation
 from windowkv.cli.terminal import progress
 from windowkv.doctor import CacheKind
@@ -131,8 +132,108 @@ def test_version_and_help(command: Command) -> None:
 def test_wrong_usage_is_said_on_stderr_and_ends_with_2(command: Command, arguments: list[str]) -> None:
     code, out, err = command(*arguments)
     assert (code, out) == (2, "")
-    assert "Error" in err
-    assert "Traceback" not in err
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith("--help)")
+
+
+def paths(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """A command and all below it, by the words that name them."""
+    below = getattr(command, "commands", {})
+    return [path, *(each for name, part in below.items() for each in paths(part, (*path, name)))]
+
+
+@pytest.mark.parametrize("path", paths(typer.main.get_command(app)), ids=" ".join)
+def test_every_help_ends_in_a_few_examples_of_lines_that_are_understood(
+    path: tuple[str, ...], command: Command
+) -> None:
+    code, out, err = command(*path, "--help")
+    assert (code, err) == (0, "")
+    lines = [line.removeprefix("    $ ") for line in out.split("Examples:\n")[1].splitlines()]
+    assert 1 <= len(lines) <= 3
+    for line in lines:
+        words = line.split("| ")[-1].split()
+        assert words[: len(path) + 1] == ["windowkv", *path]
+        assert command(*words[1:], "--help").code == 0
+        options = {word for word in words if word.startswith("--")} - {"--help"}
+        assert all(f" {option} " in command(*words[1:], "--help").out for option in options)
+
+
+def test_no_command_at_all_shows_the_help_as_wrong_usage(command: Command) -> None:
+    code, out, err = command()
+    assert (code, out) == (2, "")
+    assert err == command("--help").out
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("not enough memory:\n  you tried to allocate" + " much" * 1000)
+
+    monkeypatch.setattr("windowkv.planner.plan", fail)
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_fault_that_nobody_foresaw_is_one_line_that_tells_how_to_see_more(command: Command, model: str) -> None:
+    code, out, err = command("plan", model, "--tokens", 1)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith("error: RuntimeError: not enough memory: you tried to allocate much")
+    assert err.endswith("… (--debug shows where it came from)\n")
+    assert len(err.splitlines()[-1]) < 600
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_debug_anywhere_on_the_line_shows_where_a_fault_came_from(
+    place: int, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["plan", model, "--tokens", "1"]
+    monkeypatch.setattr(sys, "argv", ["windowkv", *arguments[:place], "--debug", *arguments[place:]])
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        main()
+
+
+def test_help_wrong_usage_and_completion_come_without_torch() -> None:
+    script = (
+        "import atexit, sys; sys.argv[0] = 'windowkv'; from windowkv.cli import main\n"
+        "atexit.register(lambda: print({'torch', 'transformers', 'matplotlib'} & {*sys.modules}))\n"
+        "main()"
+    )
+    words = {"_WINDOWKV_COMPLETE": "complete_bash", "COMP_WORDS": "windowkv store v", "COMP_CWORD": "2"}
+    for arguments, more, code, expected in (
+        (["--help"], {}, 0, "Usage: windowkv"),
+        (["plan", "--tokens", "many"], {}, 2, ""),
+        ([], words, 0, "verify\n"),
+    ):
+        started = [sys.executable, "-c", script, *arguments]
+        done = subprocess.run(started, capture_output=True, text=True, env=os.environ | more)
+        assert done.returncode == code, done.stderr
+        assert done.stdout.startswith(expected)
+        assert done.stdout.endswith("set()\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize(
+    ("terminal", "more", "coloured"), [(True, {}, True), (True, {"NO_COLOR": "1"}, False), (False, {}, False)]
+)
+def test_colours_are_for_terminals_that_want_them(terminal: bool, more: dict[str, str], coloured: bool) -> None:
+    script = (
+        "from rich.table import Table; from rich.text import Text; from windowkv.cli import terminal\n"
+        "with terminal.waiting_for('thinking'): pass\n"
+        "table = Table('a'); table.add_row(Text('same', 'green')); terminal.print_table(table)"
+    )
+    ours, theirs = os.openpty() if terminal else os.pipe()
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env=environment | {"TERM": "xterm"} | more,
+    )  # fmt: skip
+    os.close(theirs)
+    written = _read_until(ours, None)
+    os.close(ours)
+    assert b"same" in written
+    assert (b"\x1b[32m" in written) is coloured
+    assert (b"thinking ...\r" in written) is terminal
 
 
 @pytest.mark.parametrize("arguments", [["demo"], ["generate", "--prompt", "a"]])
@@ -247,6 +348,18 @@ def test_generate_streams_what_the_model_says_and_reports_on_stderr(command: Com
     assert f"{held.baseline_bytes / 1024:.1f} KiB if none were dropped" in err
 
 
+def test_generate_as_json_is_one_object_with_the_same_text(command: Command, model: str) -> None:
+    options = ("generate", "--model", model, "--prompt", PROMPT, "--max-new-tokens", 30)
+    report = json.loads(command(*options, "--json", "--save-cache", "a.cache").out)
+    assert report["text"] + "\n" == command(*options).out
+    assert (report["prompt_tokens"], report["new_tokens"], report["reused_tokens"]) == (len(PROMPT), 30, 0)
+    held = windowkv.plan(model, tokens=len(PROMPT) + 29, dtype=torch.float32)
+    assert (report["kv_bytes"], report["baseline_bytes"]) == (held.total_bytes, held.baseline_bytes)
+    assert (report["model"], report["dtype"], report["saved"]) == (model, "float32", "a.cache")
+    again = json.loads(command(*options, "--json", "--load-cache", report["saved"]).out)
+    assert (again["text"], again["reused_tokens"]) == (report["text"], len(PROMPT) - 1)
+
+
 def test_generate_reads_its_prompt_from_an_option_a_file_or_a_pipe(command: Command, model: str) -> None:
     Path("prompt.txt").write_text(PROMPT + "\n")
     options = ("generate", "--model", model, "--max-new-tokens", 5)
@@ -345,8 +458,14 @@ def test_a_store_serves_the_next_run_and_is_kept_in_order(command: Command, mode
     victim.write_bytes(victim.read_bytes()[:-1])
     assert command("store", "verify", folder).out == "2 files are whole, 1 were damaged and are gone\n"
     assert command(*options, "--store", folder).out == first.out
+    report = json.loads(command("store", "verify", folder, "--json").out)
+    assert report == {"directory": str(folder), "whole_files": 3, "damaged_files": 0}
     assert command("store", "prune", folder, "--max-bytes", "1GiB").out == "0 files removed\n"
-    assert command("store", "clear", folder).out.endswith("files removed\n")
+    report = json.loads(command("store", "prune", folder, "--max-bytes", "1GiB", "--json").out)
+    assert report == {"directory": str(folder), "removed_files": 0}
+    report = json.loads(command("store", "clear", folder, "--json").out)
+    assert report == {"directory": str(folder), "removed_files": 3}
+    assert command("store", "clear", folder).out == "0 files removed\n"
     assert not list(folder.rglob("*.kv"))
     assert command("store", "ls", tmp_path / "nowhere").code == 1
     assert "never" in command("store", "stats", folder).out
@@ -583,6 +702,8 @@ def test_bench_prints_ratios_and_writes_a_picture_and_the_data(
 
 def test_bench_names_its_scenarios_and_refuses_others(command: Command) -> None:
     assert {"prefill", "batch-decode", "turns"} <= set(command("bench", "--list").out.split())
+    listed = json.loads(command("bench", "--list", "--json").out)["scenarios"]
+    assert {"prefill", "batch-decode", "turns"} <= {each["scenario"] for each in listed}
     result = command("bench", "--scenario", "nothing")
     assert result.code == 2
     assert "prefill" in result.err
@@ -670,9 +791,12 @@ def _read_until(terminal: int, needle: bytes | None) -> bytes:
     text = b""
     while needle is None or needle not in text:
         try:
-            text += os.read(terminal, 4096)
-        except OSError:  # how Linux says that nobody is left at the other end
+            more = os.read(terminal, 4096)
+        except OSError:  # how Linux says of a terminal that nobody is left at the other end
             break
+        if not more:  # and of a pipe
+            break
+        text += more
     return text
 
 

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tiny import WINDOW, cache_argument, fed, logits, tokens
-from windowkv import ConfigError, DynamicSlidingWindowCache
+from windowkv import ConfigError, DynamicSlidingWindowCache, SlidingWindowCache
 from windowkv.layers import BufferedLayer
 from windowkv.layout import read_layout
 
@@ -251,6 +251,22 @@ def test_recurrent_models_are_served(config: Any) -> None:
     assert set(windows(config)) <= {None, WINDOW}
 
 
+def test_recurrent_layers_have_no_window_however_a_release_names_them() -> None:
+    class OlderConfig(hf.RecurrentGemmaConfig):
+        attribute_map: ClassVar[dict[str, str]] = {"sliding_window": "attention_window_size"}
+
+        @property
+        def layers_block_type(self) -> list[str]:
+            return (self.block_types * 100)[: self.num_hidden_layers]
+
+    sizes = {"num_hidden_layers": 5, "attention_window_size": WINDOW}
+    assert windows(OlderConfig(**sizes)) == [None, None, WINDOW, None, None]
+    assert read_layout(OlderConfig(**sizes)).foreign == (0, 1, 3, 4)
+    assert read_layout(OlderConfig(**sizes)) == read_layout(hf.RecurrentGemmaConfig(**sizes))
+    with pytest.raises(ConfigError, match="OlderConfig has no layer_types"):
+        SlidingWindowCache(OlderConfig(**sizes), max_cache_len=50)
+
+
 # --- Sizes, against what attention really hands to the cache ---
 
 SIZES: dict[str, Any] = {
@@ -365,6 +381,8 @@ DIFFERENT_FOR_A_REASON = {
 }
 # Transformers knows their layers only once their code is imported, and windowkv leaves every one of them alone.
 WITH_LAYERS_OF_THEIR_OWN = {"deepseek_v4"}
+if not hasattr(hf.RecurrentGemmaConfig(), "layer_types"):  # older releases give layers with a state a window instead
+    DIFFERENT_FOR_A_REASON["recurrent_gemma"] = "its config does not tell which of its layers are recurrent"
 
 
 def _theirs(layer: Any) -> tuple[str, int | None]:

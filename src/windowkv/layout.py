@@ -151,16 +151,23 @@ def _layer_configs(decoder: Any) -> Sequence[Any]:
 
 
 def _kinds(decoder: Any, layer_configs: Sequence[Any]) -> list[str]:
-    layer_types = getattr(decoder, "layer_types", None)
-    if layer_types is None:
-        layer_types = [_inferred_type(layer_config) for layer_config in layer_configs]
-    kinds = [_KINDS.get(layer_type, layer_type) for layer_type in layer_types]
+    kinds = [_KINDS.get(layer_type, layer_type) for layer_type in _layer_types(decoder, layer_configs)]
     if decoder.model_type in _WINDOW_NOT_APPLIED:
         kinds = ["full" if kind in _WINDOW_NAMES else kind for kind in kinds]
     # These hold what an encoder saw, so their length is not the number of tokens.
     cross = getattr(decoder, "cross_attention_layers", None) or ()
     kinds = ["cross_attention" if i in cross else kind for i, kind in enumerate(kinds)]
     return ["shared" if reuses else kind for kind, reuses in zip(kinds, _reuses(decoder, len(kinds)), strict=False)]
+
+
+def _layer_types(decoder: Any, layer_configs: Sequence[Any]) -> Sequence[str]:
+    told: Sequence[str] | None = getattr(decoder, "layer_types", None)
+    if told is not None:
+        return told
+    inferred = [_inferred_type(layer_config) for layer_config in layer_configs]
+    # RecurrentGemma's layers in older releases; those with a state never reach the cache.
+    blocks = getattr(decoder, "layers_block_type", None) or ["attention"] * len(inferred)
+    return ["linear_attention" if block == "recurrent" else kind for block, kind in zip(blocks, inferred, strict=True)]
 
 
 def _inferred_type(layer_config: Any) -> str:

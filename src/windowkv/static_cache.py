@@ -183,6 +183,11 @@ def _check_masks(config: PreTrainedConfig, layout: CacheLayout) -> None:
             f"{type(decoder).__name__} names a sliding_window={window!r} that its model never applies, and generate "
             "would apply to a static cache: use a DynamicSlidingWindowCache, or sliding_window=None"
         )
+    if "linear_attention" in {spec.kind for spec in layout.layers} and not hasattr(decoder, "layer_types"):
+        raise ConfigError(
+            f"{type(decoder).__name__} has no layer_types, so that transformers takes the size of masks from a layer "
+            "that may never see a token: use a DynamicSlidingWindowCache"
+        )
 
 
 def _new_layers(config: PreTrainedConfig, layout: CacheLayout, max_cache_len: int, rollback: int) -> list[Any]:

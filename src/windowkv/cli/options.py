@@ -67,6 +67,11 @@ def byte_count(text: str) -> int:
     return int(Fraction(parts[1]) * _UNITS[parts[2]])
 
 
+def examples(*commands: str) -> str:
+    """What stands below a command's help: lines to copy."""
+    return "\b\n" + "\n".join(["Examples:", *(f"  $ {command}" for command in commands)])
+
+
 MODEL_HELP = f"{DEMO_MODEL}, a local folder, or a hub id."
 CONFIG_HELP = f"{DEMO_MODEL}, a local folder, a config.json, a hub id, or a name that windowkv plan --list tells."
 ModelOption = Annotated[str, typer.Option(help=MODEL_HELP)]

@@ -44,6 +44,15 @@ class Fit(NamedTuple):
     positions: int | None  # as far as the model's config goes
 
 
+class Generation(NamedTuple):
+    """What a finished `generate` was fed and its cache holds."""
+
+    prompt_tokens: int
+    new_tokens: int
+    kv_bytes: int | None  # None without a cache
+    baseline_bytes: int | None  # had no token been dropped; None where nothing grows with the tokens
+
+
 def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
@@ -106,17 +115,27 @@ def scenarios_table(scenarios: "Mapping[str, Scenario]") -> Table:
     return table
 
 
-def benchmark_report(name: str, result: "Result") -> dict[str, Any]:
-    """All that was measured of a scenario, for JSON: bytes and seconds, round by round."""
-    scenario = result.scenario
+def scenarios_report(scenarios: "Mapping[str, Scenario]") -> dict[str, Any]:
+    """What can be measured, for JSON."""
+    return {"scenarios": [{"scenario": name, **_setting(each)} for name, each in scenarios.items()]}
+
+
+def _setting(scenario: "Scenario") -> dict[str, Any]:
     return {
-        "scenario": name,
         "model": scenario.title,
         "dtype": str(scenario.dtype).removeprefix("torch."),
         "prompt_tokens": scenario.prompt_tokens,
         "batch_size": scenario.batch_size,
         "new_tokens": scenario.new_tokens,
         "turns": scenario.turns,
+    }
+
+
+def benchmark_report(name: str, result: "Result") -> dict[str, Any]:
+    """All that was measured of a scenario, for JSON: bytes and seconds, round by round."""
+    return {
+        "scenario": name,
+        **_setting(result.scenario),
         "tokens_equal": result.tokens_equal,
         "ratios": {
             contender: {attribute: result.ratio(contender, attribute) for _, attribute in BENCHMARK_MEASURES}
@@ -231,22 +250,31 @@ def known_models_report(found: "Mapping[str, tuple[KnownModel, CacheLayout]]") -
     }
 
 
-def generation_sentence(network: Any, output: Any, *, prompt_tokens: int) -> str:
-    """What the cache of a finished `generate` holds, and what it would hold had it never dropped a token."""
+def generation(network: Any, output: Any, *, prompt_tokens: int) -> Generation:
+    """The numbers of a finished `generate`."""
     from transformers import Cache
 
     from windowkv.cache import storage_nbytes
     from windowkv.planner import plan
 
-    counts = f"{prompt_tokens:,} tokens of prompt, {output['sequences'].shape[1] - prompt_tokens:,} new"
+    new = output["sequences"].shape[1] - prompt_tokens
     cache = next((value for value in output.values() if isinstance(value, Cache)), None)
-    if cache is None:
-        return f"{counts}; this model keeps no cache"
-    held = storage_nbytes(cache)
-    if all(cache.is_linear):
-        return f"{counts}; {size(held)} of states held, which do not grow"
+    if cache is None or all(cache.is_linear):
+        return Generation(prompt_tokens, new, None if cache is None else storage_nbytes(cache), None)
     whole = plan(network.config, tokens=cache.get_seq_length(), dtype=network.dtype).baseline_bytes
-    return f"{counts}; {size(held)} of keys and values held, {size(whole)} if none were dropped ({_ratio(whole, held)})"
+    return Generation(prompt_tokens, new, storage_nbytes(cache), whole)
+
+
+def generation_sentence(told: Generation) -> str:
+    """What the cache of a finished `generate` holds, and what it would hold had it never dropped a token."""
+    counts = f"{told.prompt_tokens:,} tokens of prompt, {told.new_tokens:,} new"
+    if told.kv_bytes is None:
+        return f"{counts}; this model keeps no cache"
+    if told.baseline_bytes is None:
+        return f"{counts}; {size(told.kv_bytes)} of states held, which do not grow"
+    held, whole = size(told.kv_bytes), size(told.baseline_bytes)
+    ratio = _ratio(told.baseline_bytes, told.kv_bytes)
+    return f"{counts}; {held} of keys and values held, {whole} if none were dropped ({ratio})"
 
 
 def cache_file_report(info: "CacheFileInfo") -> dict[str, Any]:

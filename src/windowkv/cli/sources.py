@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windowkv.cli.terminal import waiting_for
 from windowkv.errors import OptionError
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ def import_slowly(*modules: str) -> None:
     """
     before = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
-        for module in modules:
-            import_module(module)
+        with waiting_for("importing torch"):
+            for module in modules:
+                import_module(module)
     finally:
         signal.signal(signal.SIGINT, before)
     from transformers.utils import logging as transformers_logging

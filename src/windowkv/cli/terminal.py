@@ -27,9 +27,31 @@ def print_json(report: Mapping[str, Any]) -> None:
     typer.echo(json.dumps(report, indent=2))
 
 
+def one_line(text: str, limit: int = 500) -> str:
+    """The same without line breaks, and cut where it goes on for long.
+
+    >>> one_line("a\\n  b "), one_line("abcdef", limit=4)
+    ('a b', 'abc…')
+    """
+    joined = " ".join(text.split())
+    return joined if len(joined) <= limit else f"{joined[: limit - 1]}…"
+
+
 def say(message: str) -> None:
     """A line on stderr."""
     typer.echo(message, err=True)
+
+
+@contextmanager
+def waiting_for(what: str) -> Iterator[None]:
+    """A line on stderr while the block runs, where that is a terminal; the process may end in it at any time."""
+    if Console(stderr=True).is_terminal:
+        typer.echo(f"{what} ...", err=True, nl=False)
+    try:
+        yield
+    finally:
+        if Console(stderr=True).is_terminal:
+            typer.echo(f"\r{' ' * (len(what) + 4)}\r", err=True, nl=False)
 
 
 @contextmanager

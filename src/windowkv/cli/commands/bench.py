@@ -31,7 +31,10 @@ def bench(
     from windowkv.benchmark import SCENARIOS, run_scenario
 
     if show_list:
-        print_table(reports.scenarios_table(SCENARIOS))
+        if as_json:
+            print_json(reports.scenarios_report(SCENARIOS))
+        else:
+            print_table(reports.scenarios_table(SCENARIOS))
         return
     if unknown := set(scenario or ()) - set(SCENARIOS):
         raise typer.BadParameter(f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")

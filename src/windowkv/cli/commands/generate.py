@@ -1,6 +1,8 @@
 """`windowkv generate`: continue a text."""
 
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +10,7 @@ import typer
 
 from windowkv.cli import reports
 from windowkv.cli.options import (
+    AsJson,
     DType,
     KVFormat,
     ModelOption,
@@ -18,7 +21,7 @@ from windowkv.cli.options import (
     new_file,
 )
 from windowkv.cli.sources import WITH_MODEL, encode, enough_positions, import_slowly, load, read_file, read_stdin
-from windowkv.cli.terminal import progress, say
+from windowkv.cli.terminal import print_json, progress, say
 from windowkv.errors import OptionError
 from windowkv.units import size
 
@@ -47,12 +50,11 @@ def generate(
     ] = None,
     kv_dtype: KVFormat = None,
     quantize: QuantizedLayers = Quantize.FULL,
+    as_json: AsJson = False,
 ) -> None:
     """Continue a text, as the model's own generation settings say, in a cache that stays within its bound."""
     source = _prompt(prompt, prompt_file)
     import_slowly(*WITH_MODEL)
-    from transformers import TextStreamer
-
     from windowkv.cache import ROLLBACK
     from windowkv.continuation import cache_name, reusable
     from windowkv.integration import enable
@@ -72,36 +74,62 @@ def generate(
             expected = packed["kv_dtype"]
             loaded = load_file(load_cache, network.config, dtype=network.dtype, rollback=room, kv_dtype=expected)
     reused = reusable(loaded, ids) if loaded is not None else 0
-    with enough_positions(network, ids.shape[1] + max_new_tokens):
+    with ExitStack() as bar, enough_positions(network, ids.shape[1] + max_new_tokens):
+        show = bar.enter_context(progress())
+        show(f"reading {ids.shape[1]:,} tokens", 0, 0)
         output = enable(network, rollback=room, prefix_store=kept, **packed).generate(
             ids,
             attention_mask=ids.new_ones(ids.shape),
             max_new_tokens=max_new_tokens,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=None if as_json else _Stream(tokenizer, bar.close),
             return_dict_in_generate=True,
             **({} if loaded is None else {cache_name(network): loaded}),
         )
-    say(reports.generation_sentence(network, output, prompt_tokens=ids.shape[1]))
-    if kept is not None:
-        _say_taken(kept.stats.tokens_reused, ids.shape[1], store)
-    if load_cache:
-        _say_taken(reused, ids.shape[1], load_cache)
-    if save_cache:
-        _save(output, save_cache)
+    told = reports.generation(network, output, prompt_tokens=ids.shape[1])
+    taken = {load_cache: reused, store: 0 if kept is None else kept.stats.tokens_reused}
+    saved = None if save_cache is None else _save(output, save_cache)
+    if as_json:
+        text = tokenizer.decode(output["sequences"][0, ids.shape[1] :], skip_special_tokens=True)
+        report = {"model": model, "dtype": dtype, "text": text} | told._asdict()
+        print_json(report | {"reused_tokens": sum(taken.values()), "saved": saved and str(saved)})
+        return
+    say(reports.generation_sentence(told))
+    for origin, tokens in taken.items():
+        if origin:
+            say(f"{tokens:,} of the prompt's {ids.shape[1]:,} tokens were taken from {origin}")
+    if saved is not None:
+        say(f"saved: {saved}, {size(saved.stat().st_size)}")
 
 
-def _say_taken(reused: int, tokens: int, origin: object) -> None:
-    say(f"{reused:,} of the prompt's {tokens:,} tokens were taken from {origin}")
+class _Stream:
+    """Where `generate` puts tokens: the prompt first, then new ones, before which the bar goes."""
+
+    def __init__(self, tokenizer: Any, end_bar: Callable[[], None]) -> None:
+        from transformers import TextStreamer
+
+        self._text = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._end_bar, self._prompt_is_read = end_bar, False
+
+    def put(self, ids: Any) -> None:
+        """Print what the ids complete."""
+        if self._prompt_is_read:
+            self._end_bar()
+        self._prompt_is_read = True
+        self._text.put(ids)
+
+    def end(self) -> None:
+        """Print the rest."""
+        self._text.end()
 
 
-def _save(output: Any, path: Path) -> None:
+def _save(output: Any, path: Path) -> Path:
     from windowkv.cache import DynamicSlidingWindowCache
 
     cache = next((value for value in output.values() if isinstance(value, DynamicSlidingWindowCache)), None)
     if cache is None:
         raise OptionError("--save-cache: this model keeps no cache that windowkv could save")
     cache.save(path)
-    say(f"saved: {path}, {size(path.stat().st_size)}")
+    return path
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
