@@ -426,6 +426,9 @@ def test_a_quantised_cache_is_saved_shown_and_continued_as_such(command: Command
     refused = command(*options, "--load-cache", file)
     assert (refused.code, "kv_dtype='int8'" in refused.err) == (1, True)
     assert command(*options, "--kv-dtype", "int2").code == 2
+    assert command(*options, "--save-cache", file, "--kv-dtype", "int8").code == 0
+    refused = command(*options, "--load-cache", file, "--kv-dtype", "int8", "--quantize", "all")
+    assert (refused.code, "full layers alone" in refused.err) == (1, True)
 
 
 def test_a_store_keeps_quantised_caches_apart(command: Command, model: str, tmp_path: Path) -> None:
@@ -692,6 +695,8 @@ def test_bench_prints_ratios_and_writes_a_picture_and_the_data(
     assert theirs >= 4 * 50 * 2 * 2 * 16 * 4, "layers, the last prompt, keys and values, heads, head_dim, bytes"
     assert Path(tmp_path, "out.png").read_bytes().startswith(b"\x89PNG")
     assert command("plot", "bench", "out.json", "--output", "again.svg").out == "picture: again.svg\n"
+    drawn = command("plot", "bench", "out.json", "--output", "again.svg", "--json").out
+    assert json.loads(drawn) == {"picture": "again.svg", "data": None}
     drawn = re.findall(r"<!-- (.*) -->", Path("again.svg").read_text())
     assert "KV bytes after the prompt, against transformers in chunks" in drawn
     ratios = [ratio for measures in report["ratios"].values() for ratio in measures.values()]

@@ -73,6 +73,8 @@ def generate(
         if load_cache:
             expected = packed["kv_dtype"]
             loaded = load_file(load_cache, network.config, dtype=network.dtype, rollback=room, kv_dtype=expected)
+            if kv_dtype and quantize is Quantize.ALL and loaded.quantisation.quantize != quantize:
+                raise OptionError(f"--quantize all: {load_cache} is quantised in its full layers alone")
     reused = reusable(loaded, ids) if loaded is not None else 0
     with ExitStack() as bar, enough_positions(network, ids.shape[1] + max_new_tokens):
         show = bar.enter_context(progress())

@@ -11,6 +11,7 @@ from windowkv.cli import reports
 from windowkv.cli.options import (
     CONFIG_HELP,
     MODEL_HELP,
+    AsJson,
     DType,
     KVFormat,
     Picture,
@@ -19,6 +20,7 @@ from windowkv.cli.options import (
     QuantizedLayers,
     Rollback,
     TextFile,
+    examples,
 )
 from windowkv.cli.sources import (
     WITH_MODEL,
@@ -29,7 +31,7 @@ from windowkv.cli.sources import (
     python_documentation,
     read_file,
 )
-from windowkv.cli.terminal import progress
+from windowkv.cli.terminal import print_json, progress
 from windowkv.errors import OptionError
 
 if TYPE_CHECKING:
@@ -41,10 +43,16 @@ ModelName = Annotated[str, typer.Argument(help=CONFIG_HELP)]
 NumberFormat = Annotated[DType | None, typer.Option(help="Number format, instead of the config's own.")]
 Data = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A file of JSON.")]
 
-app = typer.Typer(no_args_is_help=True, help="Pictures: PNG, SVG or PDF, by the name of --output.")
+app = typer.Typer(
+    help="Pictures: PNG, SVG or PDF, by the name of --output.",
+    epilog=examples("windowkv plot memory MODEL --tokens 32768"),
+)
 
 
-@app.command("memory")
+@app.command(
+    "memory",
+    epilog=examples("windowkv plot memory MODEL --tokens 32768", "windowkv plot memory gemma-3-27b --kv-dtype int8"),
+)
 def plot_memory(
     model: ModelName,
     tokens: Annotated[int, typer.Option(min=2, help="The longest text.")] = 8192,
@@ -53,6 +61,7 @@ def plot_memory(
     kv_dtype: KVFormat = None,
     quantize: QuantizedLayers = Quantize.FULL,
     output: Picture = Path("windowkv-memory.png"),
+    as_json: AsJson = False,
 ) -> None:
     """Draw what transformers' cache and windowkv's hold against tokens, without loading any weights."""
     import_slowly("windowkv.plot.usage")
@@ -61,10 +70,10 @@ def plot_memory(
     with progress() as show:
         show(f"measuring the caches of {model}", 0, 0)
         options = _plan_options(dtype, rollback, kv_dtype, quantize)
-        _save(memory(model, tokens=tokens, **options), output)
+        _save(memory(model, tokens=tokens, **options), output, as_json=as_json)
 
 
-@app.command("plans")
+@app.command("plans", epilog=examples("windowkv plot plans mistral-7b-v0.1 gemma-3-27b --output plans.svg"))
 def plot_plans(
     models: Annotated[list[str], typer.Argument(help=f"Each {CONFIG_HELP}")],
     tokens: Annotated[int, typer.Option(min=1, help="The longest text; halves of it are planned too.")] = 131_072,
@@ -74,6 +83,7 @@ def plot_plans(
     kv_dtype: KVFormat = None,
     quantize: QuantizedLayers = Quantize.FULL,
     output: Picture = Path("windowkv-plans.png"),
+    as_json: AsJson = False,
 ) -> None:
     """Draw what the caches of models will hold over the length of a text, as planned."""
     import_slowly("windowkv.plot.planned")
@@ -86,10 +96,13 @@ def plot_plans(
         _save(
             plans(named if len(named) == len(models) else models, tokens=tokens, batch_size=batch_size, **options),
             output,
+            as_json=as_json,
         )
 
 
-@app.command("run")
+@app.command(
+    "run", epilog=examples("windowkv plot run MODEL --tokens 8192", "windowkv plot run MODEL --text BOOK --plain")
+)
 def plot_run(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     text: TextFile = None,
@@ -101,6 +114,7 @@ def plot_run(
     quantize: QuantizedLayers = Quantize.FULL,
     plain: Annotated[bool, typer.Option("--plain", help="With the cache of transformers instead.")] = False,
     output: Picture = Path("windowkv-run.png"),
+    as_json: AsJson = False,
 ) -> None:
     """Continue a text, and draw what the cache held meanwhile, by kind of layer; the samples are written as JSON."""
     source = python_documentation() if text is None else read_file(text)
@@ -119,42 +133,43 @@ def plot_run(
             lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
             network.generate(ids, attention_mask=ids.new_ones(ids.shape), do_sample=False, **lengths)
     recorder.write(output.with_suffix(".json"))
-    _save(recorder.plot(), output, data=output.with_suffix(".json"))
+    _save(recorder.plot(), output, data=output.with_suffix(".json"), as_json=as_json)
 
 
-@app.command("recording")
-def plot_recording(file: Data, output: Picture = Path("windowkv-recording.png")) -> None:
+@app.command("recording", epilog=examples("windowkv plot recording windowkv-run.json --output run.svg"))
+def plot_recording(file: Data, output: Picture = Path("windowkv-recording.png"), as_json: AsJson = False) -> None:
     """Draw what a MemoryRecorder or `windowkv plot run` wrote."""
     from windowkv.plot.recorded import recording
     from windowkv.recording import read_recording
 
-    _save(recording(read_recording(file)), output)
+    _save(recording(read_recording(file)), output, as_json=as_json)
 
 
-@app.command("bench")
-def plot_bench(file: Data, output: Picture = Path("windowkv-bench.png")) -> None:
+@app.command("bench", epilog=examples("windowkv plot bench windowkv-bench.json"))
+def plot_bench(file: Data, output: Picture = Path("windowkv-bench.png"), as_json: AsJson = False) -> None:
     """Draw what `windowkv bench` wrote."""
     from windowkv.plot.measures import ratios
 
-    _save(ratios(_read(file, reports.benchmark_panels, "windowkv bench writes")), output)
+    _save(ratios(_read(file, reports.benchmark_panels, "windowkv bench writes")), output, as_json=as_json)
 
 
-@app.command("parts")
+@app.command("parts", epilog=examples("windowkv plot parts parts.json --title Prefill"))
 def plot_parts(
     file: Data,
     amount: Annotated[str, typer.Option(help="What is counted, with its unit.")] = "time (s)",
     title: Annotated[str, typer.Option(help="What is to be seen.")] = "Time by part",
     output: Picture = Path("windowkv-parts.png"),
+    as_json: AsJson = False,
 ) -> None:
     """Draw stacked columns of {"column": {"part": amount, ...}, ...}, such as benchmarks/prefill_split.py writes."""
     import_slowly("windowkv.plot.stacks")
     from windowkv.plot.stacks import parts
 
-    _save(parts(_read(file, _columns, "holds columns of parts"), amount=amount, title=title), output)
+    _save(parts(_read(file, _columns, "holds columns of parts"), amount=amount, title=title), output, as_json=as_json)
 
 
-@app.command("reuse")
-def plot_reuse(file: Data, output: Picture = Path("windowkv-reuse.png")) -> None:
+@app.command("reuse", epilog=examples("windowkv plot reuse stats.json"))
+def plot_reuse(file: Data, output: Picture = Path("windowkv-reuse.png"), as_json: AsJson = False) -> None:
     """Draw how many tokens a prefix store saved, request by request.
 
     FILE is a list of objects: store.stats before the first request, and after each one.
@@ -162,7 +177,7 @@ def plot_reuse(file: Data, output: Picture = Path("windowkv-reuse.png")) -> None
     import_slowly("windowkv.plot.stacks")
     from windowkv.plot.stacks import reuse
 
-    _save(reuse(_read(file, _stats, "is made of store.stats")), output)
+    _save(reuse(_read(file, _stats, "is made of store.stats")), output, as_json=as_json)
 
 
 def _plan_options(dtype: DType | None, rollback: int, kv_dtype: Any, quantize: Quantize) -> dict[str, Any]:
@@ -191,6 +206,9 @@ def _read(file: Path, parse: Callable[[Any], T], what: str) -> T:
         raise OptionError(f"{file} is not what {what}: {error!r}") from error
 
 
-def _save(figure: Any, output: Path, *, data: Path | None = None) -> None:
+def _save(figure: Any, output: Path, *, data: Path | None = None, as_json: bool) -> None:
     figure.savefig(output)
-    typer.echo(f"picture: {output}" + (f", data: {data}" if data else ""))
+    if as_json:
+        print_json({"picture": str(output), "data": data and str(data)})
+    else:
+        typer.echo(f"picture: {output}" + (f", data: {data}" if data else ""))
