@@ -3,8 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# The oldest transformers that is supported, in front of everything else of .venv.
+FLOOR := transformers==5.17.*
+FLOOR_VENV := .venv-floor
+# What is tested with it: one test in six of each of these files.
+FLOOR_TESTS := --one-in 6 $(patsubst %,tests/test_%.py,exact_output memory_bound cache continuation integration \
+	persist prefix_store quantised static_cache layout matrix)
 
-.PHONY: demo test test-all lint package clean
+.PHONY: demo test test-all test-floor lint package clean
 
 demo: $(INSTALLED)
 	$(BIN)/windowkv demo
@@ -15,6 +21,9 @@ test: $(INSTALLED)
 # Every cache with every architecture of transformers that can have a window, not a sample of them.
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses auto --every-architecture
+
+test-floor: $(FLOOR_VENV)/.installed
+	$(FLOOR_VENV)/bin/python -m pytest --numprocesses auto $(FLOOR_TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -32,5 +41,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(FLOOR_VENV)/.installed: $(INSTALLED) Makefile
+	rm -rf $(FLOOR_VENV)
+	$(PYTHON) -m venv $(FLOOR_VENV)
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> "$$($(FLOOR_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+	$(FLOOR_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '$(FLOOR)'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
