@@ -100,6 +100,7 @@ _MASKED_TOO_SHORT = "refused, because static hybrid_sliding layers get masks of 
 _EXPECTED_STATIC: dict[str, Mapping[str, str]] = {
     "deepseek_v4": dict.fromkeys(OPERATIONS, _NO_STATIC_LAYERS),
     "unlimited_ocr": dict.fromkeys(OPERATIONS, "refused, because static reference_sliding_attention layers"),
+    **{name: {"assisted": "refused, because cannot take back"} for name in ("lfm3", "lfm3_vl")},
     **dict.fromkeys(
         ["moshi", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe"],
         dict.fromkeys(OPERATIONS, _MASKED_BY_GENERATE),

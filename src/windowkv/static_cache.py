@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, StaticCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from windowkv.cache import ROLLBACK, check_take_back, checked_rollback, rollback_count, storage_nbytes
 from windowkv.errors import ConfigError, InputError, OptionError, RollbackError, UnsupportedOperationError
@@ -117,9 +118,12 @@ class SlidingWindowCache(Cache):  # type: ignore[misc]
             return
         if self.interrupted:
             raise RollbackError("a forward into this cache broke off, and its layers differ: reset it first")
-        if self.layout.foreign:  # what its static layers record of a draft leads to other tokens
-            kind = self.layout.layers[self.layout.foreign[0]].kind
-            raise RollbackError(f"cannot take back {count} tokens: static {kind} layers keep a state with no way back")
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):  # what it records of a draft leads to other tokens
+                raise RollbackError(
+                    f"cannot take back {count} tokens: a {type(layer).__name__} of transformers keeps a state with no "
+                    "way back"
+                )
         for layer in self.layers:
             check_take_back(layer, count)
         for layer in self.layers:
