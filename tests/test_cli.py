@@ -457,6 +457,10 @@ def test_a_store_serves_the_next_run_and_is_kept_in_order(command: Command, mode
     assert totals["nbytes"] == sum(path.stat().st_size for path in folder.rglob("*.kv"))
     assert "2, the longest of" in command("store", "stats", folder).out
     assert command("store", "verify", folder).out == "3 files are whole, 0 were damaged and are gone\n"
+    mine = [folder / "photos" / "notes.kv", next(folder.rglob("b-*")).with_name("chat.kv")]  # are no store's
+    mine[0].parent.mkdir()
+    for each in mine:
+        each.write_text("mine")
     victim = next(folder.rglob("b-*"))
     victim.write_bytes(victim.read_bytes()[:-1])
     assert command("store", "verify", folder).out == "2 files are whole, 1 were damaged and are gone\n"
@@ -468,8 +472,9 @@ def test_a_store_serves_the_next_run_and_is_kept_in_order(command: Command, mode
     assert report == {"directory": str(folder), "removed_files": 0}
     report = json.loads(command("store", "clear", folder, "--json").out)
     assert report == {"directory": str(folder), "removed_files": 3}
+    assert all(each.read_text() == "mine" for each in mine)
     assert command("store", "clear", folder).out == "0 files removed\n"
-    assert not list(folder.rglob("*.kv"))
+    assert sorted(folder.rglob("*.kv")) == sorted(mine)
     assert command("store", "ls", tmp_path / "nowhere").code == 1
     assert "never" in command("store", "stats", folder).out
 
@@ -499,6 +504,7 @@ def test_generate_serves_a_model_without_attention(command: Command, model: str,
     result = command("generate", "--model", folder, "--prompt", "a", "--max-new-tokens", 5)
     assert result.code == 0
     assert "states held" in result.err
+    assert "not planned: layers 0, 1, which transformers keeps" in command("plan", folder, "--fit", "1KiB").out
 
 
 def test_plan_prints_equal_layers_together_and_the_totals(command: Command, model: str) -> None:
@@ -719,6 +725,13 @@ def test_bench_names_its_scenarios_and_refuses_others(command: Command) -> None:
 
 def test_plot_run_draws_what_the_cache_holds_and_writes_it_down(command: Command, model: str) -> None:
     lengths = ("--tokens", 400, "--new-tokens", 3)
+    Path("config.json").write_text("{}")
+    refused = command("plot", "run", model, *lengths, "--output", "config.svg")
+    assert (refused.code, "config.json is no recording" in refused.err, Path("config.json").read_text()) == (
+        1,
+        True,
+        "{}",
+    )
     result = command("plot", "run", model, *lengths, "--output", "a.svg")
     assert (result.code, result.out) == (0, "picture: a.svg, data: a.json\n"), result.err
     planned = windowkv.plan(model, tokens=402, dtype=torch.float32).total_bytes

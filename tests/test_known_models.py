@@ -129,3 +129,8 @@ def test_a_folder_of_that_name_goes_first(tmp_path: Path, monkeypatch: pytest.Mo
     config = MODELS["gemma3"]().config
     config.save_pretrained("phi-4")
     assert windowkv.plan("phi-4", tokens=100) == windowkv.plan(config, tokens=100)
+
+
+@pytest.mark.parametrize("name", ["google/gemma-3-27b-pt", "Gemma-3-27B"])
+def test_a_known_model_is_found_by_its_repository_and_in_any_case(name: str) -> None:
+    assert windowkv.plan(name, tokens=5000) == windowkv.plan("gemma-3-27b", tokens=5000)

@@ -1,6 +1,8 @@
 """What a MemoryRecorder notes, against plans and against the storages of the caches themselves."""
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -331,3 +333,36 @@ def test_another_file_is_no_recording(content: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(OptionError, match=r"a\.json is no recording"):
         read_recording(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_copy_that_is_made_meanwhile_is_a_model_of_its_own(enabled: bool) -> None:
+    model, ids = MODELS["gemma3"](), tokens(1, 20)
+    if enabled:
+        windowkv.enable(model, prefix_store=windowkv.PrefixStore(1 << 20))
+    with MemoryRecorder(model) as recorder:
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in copies:
+        with torch.no_grad():
+            twin.lm_head.weight.mul_(-1)
+        plain = MODELS["gemma3"]()
+        with torch.no_grad():
+            plain.lm_head.weight.mul_(-1)
+        assert torch.equal(generated(twin, ids, 5), uncached(plain, ids, 5))
+    assert recorder.samples == ()
+
+
+def test_recorders_of_one_model_may_end_in_any_order() -> None:
+    model, ids = MODELS["gemma3"](), tokens(1, 20)
+    before = watched(model)
+    first, second, third = (MemoryRecorder(model) for _ in range(3))
+    for recorder in (first, second, third):
+        recorder.__enter__()
+    first.__exit__(None, None, None)
+    generated(model, ids, 2)
+    third.__exit__(None, None, None)
+    generated(model, ids, 2)
+    second.__exit__(None, None, None)
+    assert watched(model) == before
+    runs = [{sample.run for sample in recorder.samples} for recorder in (first, second, third)]
+    assert runs == [set(), {0, 1}, {0}]

@@ -41,3 +41,9 @@ def known_models() -> Mapping[str, KnownModel]:
     """All of them, by the name that `windowkv plan` takes."""
     listed = json.loads((files("windowkv") / "data" / "models.json").read_text(encoding="utf-8"))
     return {name: KnownModel(**facts | {"layers": tuple(facts.get("layers", ()))}) for name, facts in listed.items()}
+
+
+def known_model(name: str) -> KnownModel | None:
+    """One of them, by its name or its repository's, in any case; None for another name."""
+    wanted = name.lower()
+    return next((model for key, model in known_models().items() if wanted in (key.lower(), model.hub.lower())), None)

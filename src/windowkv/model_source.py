@@ -20,7 +20,7 @@ from transformers import (
 
 import windowkv.demo_model as demo_model
 from windowkv.errors import ModelSourceError
-from windowkv.known_models import known_models
+from windowkv.known_models import known_model
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def load_config(source: str | Path) -> PreTrainedConfig:
     """
     if str(source) == demo_model.MODEL_NAME:
         return demo_model.load_config()
-    known = known_models().get(str(source))
+    known = known_model(str(source))
     if known is not None and not Path(source).exists():
         return known.load_config()
     return _read(source, lambda: AutoConfig.from_pretrained(source, trust_remote_code=False))

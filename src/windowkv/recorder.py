@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial
 from inspect import signature
 from time import perf_counter
 from types import TracebackType
@@ -85,9 +85,9 @@ class MemoryRecorder(Recording):
             hooks: list[tuple[Any, Callable[..., None]]] = [(layer, self._after_layer) for layer in layers]
             hooks += [(model.get_decoder(), self._after_decoder), (model, self._after_model)]
             for module, hook in hooks:
-                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(_Hook(hook), with_kwargs=True).remove)
             if callable(getattr(model, GENERATES, None)):
-                stack.callback(_stand_in(model, self._telling_runs(getattr(model, GENERATES))))
+                stack.callback(_GenerateStandIn(model, self._tell_run).put())
             self._undo = stack.pop_all()
         return self
 
@@ -104,19 +104,15 @@ class MemoryRecorder(Recording):
         """Draw what was recorded, as `windowkv.plot.recording`."""
         return recording(self, ax=ax)
 
-    def _telling_runs(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(generate)
-        def one_run(*args: Any, **kwargs: Any) -> Any:
-            if self._generating:  # a model that drafts for itself generates while it generates
-                return generate(*args, **kwargs)
-            self._begin_run()
-            self._generating = True
-            try:
-                return generate(*args, **kwargs)
-            finally:
-                self._generating, self._caches = False, weakref.WeakSet()
-
-        return one_run
+    def _tell_run(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._generating:  # a model that drafts for itself generates while it generates
+            return generate(*args, **kwargs)
+        self._begin_run()
+        self._generating = True
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            self._generating, self._caches = False, weakref.WeakSet()
 
     def _after_layer(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], _: Any) -> None:
         if torch.compiler.is_compiling():
@@ -157,19 +153,58 @@ def _takes_cache(model: Any) -> bool:
     return not signature(model.forward).parameters.keys().isdisjoint(CACHE_NAMES)
 
 
-def _stand_in(model: Any, generate: Callable[..., Any]) -> Callable[[], None]:
-    """Put a function in the place of a model's `generate`, and return what takes it away again."""
-    before = vars(model).get(GENERATES)
-    setattr(model, GENERATES, generate)
+class _Hook:
+    """Calls a recorder after a forward. A copy, which hangs on a copy of the model, calls nobody."""
 
-    def restore() -> None:
-        if vars(model).get(GENERATES) is not generate:  # enable or disable came in between
-            return
-        delattr(model, GENERATES)
-        if before is not None:
-            setattr(model, GENERATES, before)
+    def __init__(self, tell: Callable[..., None] | None) -> None:
+        self._tell = tell
 
-    return restore
+    def __call__(self, *args: Any) -> None:
+        if self._tell is not None:
+            self._tell(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None,)
+
+
+class _GenerateStandIn:
+    """Stands on a model in place of its `generate`, and tells a recorder. A copy is the copied model's, and tells none.
+
+    Refers to the model weakly, as windowkv's seams do.
+    """
+
+    def __init__(self, model: Any, tell: Callable[..., Any] | None = None) -> None:
+        self.__setstate__((model, vars(model).get(GENERATES)))
+        self._tell = tell
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        generate = self.before if self.before is not None else partial(getattr(type(model), GENERATES), model)
+        return generate(*args, **kwargs) if self._tell is None else self._tell(generate, *args, **kwargs)
+
+    def __getstate__(self) -> tuple[Any, Any]:
+        return self._model(), self.before
+
+    def __setstate__(self, state: tuple[Any, Any]) -> None:
+        self._model, self.before, self._tell = weakref.ref(state[0]), state[1], None
+
+    def put(self) -> Callable[[], None]:
+        """Take the place, and return what gives it back, whoever has come on top meanwhile."""
+        model = self._model()
+        setattr(model, GENERATES, self)
+        return partial(self._leave, weakref.ref(model))
+
+    def _leave(self, place: "weakref.ref[Any]") -> None:
+        model = place()
+        above = vars(model).get(GENERATES) if model is not None else None
+        if above is self:
+            delattr(model, GENERATES)
+            if self.before is not None:
+                setattr(model, GENERATES, self.before)
+        while isinstance(above, _GenerateStandIn):
+            if above.before is self:
+                above.before = self.before
+            above = above.before
 
 
 def _kinds(config: Any) -> tuple[str, ...]:

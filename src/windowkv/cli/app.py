@@ -60,8 +60,8 @@ def _root(
 
 def main() -> None:
     """Run the command. What goes wrong ends in one line on stderr: exit code 2 for wrong usage, else 1."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a model may write what a terminal cannot
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # either may have been closed
+        stream.reconfigure(errors="replace")  # a model may write what a terminal cannot
     arguments, debug = _without_debug(sys.argv[1:])
     try:
         sys.exit(app(arguments, standalone_mode=False))

@@ -42,6 +42,7 @@ class Fit(NamedTuple):
     tokens: int | None  # that were asked for
     max_batch_size: int | None  # of so many tokens; None where any number fits, or nobody asked
     positions: int | None  # as far as the model's config goes
+    uncounted: tuple[int, ...]  # layers of kinds that transformers stores, whose bytes are in no number
 
 
 class Generation(NamedTuple):
@@ -219,6 +220,8 @@ def fit_sentences(fit: Fit) -> str:
     sentences = [f"{_how_many(fit.max_tokens, 'tokens', rows)} in {room}{limit}"]
     if fit.tokens is not None:
         sentences.append(f"{_how_many(fit.max_batch_size, 'rows', f' of {fit.tokens:,} tokens')} in {room}")
+    elif (note := _uncounted(fit.uncounted)) is not None:  # a table of a plan has it too
+        sentences.append(note)
     return "\n".join(sentences)
 
 

@@ -7,6 +7,7 @@ nothing of caches.
 
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,12 @@ from windowkv.prefix.tree import Ids
 Content = tuple[Mapping[str, Any], dict[str, Tensor]]  # manifest, and tensors by name
 logger = logging.getLogger(__name__)
 
+_SCOPE = re.compile("[0-9a-f]{32}")
+_KEY = "[0-9a-f]{40}"
+# Of a point and of a block. What is named otherwise is not a store's.
+_NAME = re.compile(
+    rf"p-(?P<end>[0-9]+)-(?P<base>[0-9]+)-(?P<base_key>{_KEY})-(?P<end_key>{_KEY})|b-{_KEY}(-[0-9a-f]+)?"
+)
 _SUFFIX = ".kv"
 _LOST = 30.0  # seconds for which no files are looked for when they could not be reached
 _FRESH = 1.0  # seconds for which a list of files is good enough: what others add meanwhile is computed anew
@@ -103,7 +110,8 @@ class DiskTier:
         found: list[Any] = []
         with self._reaching():
             found = self._files.ls(self._folder, detail=True, refresh=True)
-        return [_entry(info) for info in found if info["name"].endswith(_SUFFIX)]
+        ours = [info for info in found if info["name"].endswith(_SUFFIX) and _NAME.fullmatch(_name(info["name"]))]
+        return [_entry(info) for info in ours]
 
     def points(self, ids: Ids) -> list[tuple[Point, int]]:
         """Those from which a text can be resumed, and at which token at least, the furthest first.
@@ -224,7 +232,8 @@ def scopes(directory: str | os.PathLike[str]) -> list[str]:
         found = files.ls(root, detail=True)
     except (OSError, ValueError, ImportError) as why:
         raise OptionError(f"{directory} is no directory of a store: {why}") from why
-    return sorted(info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
+    names = (info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
+    return sorted(filter(_SCOPE.fullmatch, names))  # other folders are nobody's business
 
 
 def summaries(directory: str | os.PathLike[str]) -> list[ScopeSummary]:
@@ -251,10 +260,9 @@ def block_name(keys: Mapping[int, str], end: int, mark: str = "") -> str:
 
 
 def _point(name: str) -> Point | None:
-    parts = name.split("-")
-    if not name.isascii() or len(parts) != 5 or parts[0] != "p" or not (parts[1] + parts[2]).isdigit():
+    if (named := _NAME.fullmatch(name)) is None or named["end"] is None:
         return None
-    return Point(name, int(parts[1]), int(parts[2]), parts[3], parts[4])
+    return Point(name, int(named["end"]), int(named["base"]), named["base_key"], named["end_key"])
 
 
 def _entry(info: Mapping[str, Any]) -> Entry:

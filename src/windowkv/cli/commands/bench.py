@@ -12,6 +12,7 @@ from windowkv.cli.options import AsJson, picture_path
 from windowkv.cli.pictures import drawn
 from windowkv.cli.sources import WITH_MODEL, import_slowly
 from windowkv.cli.terminal import Show, print_json, print_table, progress
+from windowkv.errors import OptionError
 from windowkv.plot.measures import ratios
 
 
@@ -38,20 +39,30 @@ def bench(
         return
     if unknown := set(scenario or ()) - set(SCENARIOS):
         raise typer.BadParameter(f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
+    data = output.with_suffix(".json")
+    if data.exists() and not _is_report(data):
+        raise OptionError(f"{data} is no report of windowkv bench, and would be overwritten: pass another --output")
     results = {}
     with progress() as show:
         for name in scenario or SCENARIOS:
             show(f"{name}: loading", 0, 0)
             results[name] = run_scenario(SCENARIOS[name], rounds=rounds, progress=partial(_show_run, show, name))
     report = [reports.benchmark_report(name, result) for name, result in results.items()]
-    output.with_suffix(".json").write_text(json.dumps(report, indent=2))
+    data.write_text(json.dumps(report, indent=2))
     if as_json:
         print_json({"scenarios": report})
     else:
         print_table(reports.benchmark_table(results))
         picture = drawn(output, ratios, reports.benchmark_panels(report))
-        typer.echo(f"picture: {picture or 'none'}, data: {output.with_suffix('.json')}")
+        typer.echo(f"picture: {picture or 'none'}, data: {data}")
 
 
 def _show_run(show: Show, scenario: str, contender: str, done: int, runs: int) -> None:
     show(f"{scenario}: {contender}", done, runs)
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        return bool(reports.benchmark_panels(json.loads(path.read_text())))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False

@@ -128,6 +128,7 @@ def _fit(
         tokens=tokens,
         max_batch_size=rows,
         positions=getattr(config.get_text_config(decoder=True), "max_position_embeddings", None),
+        uncounted=planner.layout(config).foreign,
     )
 
 

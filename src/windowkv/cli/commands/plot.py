@@ -33,6 +33,7 @@ from windowkv.cli.sources import (
 )
 from windowkv.cli.terminal import print_json, progress
 from windowkv.errors import OptionError
+from windowkv.recording import read_recording
 
 if TYPE_CHECKING:
     from windowkv.prefix.store import Stats
@@ -117,6 +118,9 @@ def plot_run(
     as_json: AsJson = False,
 ) -> None:
     """Continue a text, and draw what the cache held meanwhile, by kind of layer; the samples are written as JSON."""
+    data = output.with_suffix(".json")
+    if data.exists():
+        read_recording(data)  # says that it is none: nothing else is overwritten
     source = python_documentation() if text is None else read_file(text)
     import_slowly("windowkv.recorder", *WITH_MODEL)
     from windowkv.integration import enable
@@ -132,15 +136,14 @@ def plot_run(
         with enough_positions(network, ids.shape[1] + new_tokens), MemoryRecorder(network) as recorder:
             lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
             network.generate(ids, attention_mask=ids.new_ones(ids.shape), do_sample=False, **lengths)
-    recorder.write(output.with_suffix(".json"))
-    _save(recorder.plot(), output, data=output.with_suffix(".json"), as_json=as_json)
+    recorder.write(data)
+    _save(recorder.plot(), output, data=data, as_json=as_json)
 
 
 @app.command("recording", epilog=examples("windowkv plot recording windowkv-run.json --output run.svg"))
 def plot_recording(file: Data, output: Picture = Path("windowkv-recording.png"), as_json: AsJson = False) -> None:
     """Draw what a MemoryRecorder or `windowkv plot run` wrote."""
     from windowkv.plot.recorded import recording
-    from windowkv.recording import read_recording
 
     _save(recording(read_recording(file)), output, as_json=as_json)
 
