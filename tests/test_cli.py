@@ -123,6 +123,7 @@ def test_version_and_help(command: Command) -> None:
         ["demo", "--text", "missing.txt"],
         ["plot", "memory", "folder", "--output", "a.gif"],
         ["plot", "plans"],
+        ["plot", "run", "folder", "--plain", "--kv-dtype", "int8"],
         ["plot", "bench", "missing.json"],
         ["generate", "--prompt", "a"],
         ["generate", "--model", "folder", "--prompt", "a", "--prompt-file", __file__],

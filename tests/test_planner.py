@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import windowkv
 from tiny import MODELS, STATEFUL, cache_argument, fed, generated, shared_model, tokens
-from windowkv import DynamicSlidingWindowCache, ModelSourceError, OptionError
+from windowkv import ConfigError, DynamicSlidingWindowCache, ModelSourceError, OptionError
 from windowkv.cache import storage_nbytes
 
 
@@ -281,3 +281,11 @@ def test_what_max_batch_size_cannot_use_is_refused_by_name(option: dict[str, Any
 def test_static_caches_are_not_quantised() -> None:
     with pytest.raises(OptionError, match="kv_dtype='int8'"):
         windowkv.plan(shared_model("gemma3").config, tokens=5, cache="static", kv_dtype="int8")
+
+
+def test_what_is_no_config_is_named_by_its_type() -> None:
+    model = shared_model("mistral")
+    with pytest.raises(ConfigError, match=r"^a MistralForCausalLM is no transformers config"):
+        windowkv.plan(model, tokens=1)
+    with pytest.raises(OptionError, match="cache='quantized': \"dynamic\" or"):
+        windowkv.plan(model.config, tokens=1, cache="quantized")  # type: ignore[arg-type]

@@ -223,6 +223,7 @@ def test_plans_draw_what_each_model_holds_and_would_hold_without_dropping(tmp_pa
     styles = {(drawn.get_marker(), drawn.get_linestyle()) for drawn in figure.axes[0].lines}
     assert len(styles) == 4, "told apart without colour"
     assert any(text.startswith("one\n") for text in texts(figure))
+    assert line(plot.plans("mistral-7b-v0.1", tokens=[16, 64]), "mistral-7b-v0.1")[0] == [16, 64]
 
 
 @pytest.mark.parametrize(("longest", "lengths"), [(3000, [375, 750, 1500, 3000]), (300, [300]), (1, [1])])

@@ -115,7 +115,7 @@ def keys_follow_length(config: Any) -> bool:
 
 def _decoder_config(config: Any) -> Any:
     if not callable(getattr(config, "get_text_config", None)):
-        raise ConfigError(f"{config!r} is no transformers config; pass model.config")
+        raise ConfigError(f"a {type(config).__name__} is no transformers config; pass model.config")
     decoder = config.get_text_config(decoder=True)
     if not isinstance(getattr(decoder, "num_hidden_layers", None), int):
         raise ConfigError(

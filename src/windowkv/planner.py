@@ -126,7 +126,9 @@ def _planner(
     ranks: int,
 ) -> Callable[..., Plan]:
     """What plans a cache of these options for `tokens` tokens in each of `batch_size` rows."""
-    if cache not in ("dynamic", "static") or (cache == "dynamic" and max_cache_len is not None):
+    if cache not in ("dynamic", "static"):
+        raise OptionError(f'cache={cache!r}: "dynamic" or "static"')
+    if cache == "dynamic" and max_cache_len is not None:
         raise OptionError(f'cache={cache!r} with max_cache_len={max_cache_len!r}: only cache="static" has that length')
     quantisation = Quantisation(kv_dtype, quantize)
     if cache == "static" and kv_dtype is not None:

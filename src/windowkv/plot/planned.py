@@ -54,6 +54,8 @@ def plans(
         ConfigError, ModelSourceError, OptionError: as `plan`, where there is no model or no length, or matplotlib is
             missing.
     """
+    if isinstance(models, str):
+        models = [models]
     named = models if isinstance(models, Mapping) else {name: name for name in models}
     lengths = _halves(tokens) if isinstance(tokens, int) else sorted(set(tokens))
     if not named or not lengths or lengths[0] < 1:

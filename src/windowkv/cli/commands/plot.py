@@ -31,7 +31,7 @@ from windowkv.cli.sources import (
     python_documentation,
     read_file,
 )
-from windowkv.cli.terminal import print_json, progress
+from windowkv.cli.terminal import print_json, progress, say
 from windowkv.errors import OptionError
 from windowkv.recording import read_recording
 
@@ -118,6 +118,8 @@ def plot_run(
     as_json: AsJson = False,
 ) -> None:
     """Continue a text, and draw what the cache held meanwhile, by kind of layer; the samples are written as JSON."""
+    if plain and kv_dtype is not None:
+        raise typer.BadParameter("--plain is the cache of transformers, and --kv-dtype is for windowkv's")
     data = output.with_suffix(".json")
     if data.exists():
         read_recording(data)  # says that it is none: nothing else is overwritten
@@ -136,6 +138,8 @@ def plot_run(
         with enough_positions(network, ids.shape[1] + new_tokens), MemoryRecorder(network) as recorder:
             lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
             network.generate(ids, attention_mask=ids.new_ones(ids.shape), do_sample=False, **lengths)
+    if ids.shape[1] < tokens:
+        say(f"the text is shorter than {tokens:,} tokens: all {ids.shape[1]:,} of them were used")
     recorder.write(data)
     _save(recorder.plot(), output, data=data, as_json=as_json)
 
