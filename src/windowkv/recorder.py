@@ -40,7 +40,8 @@ class MemoryRecorder(Recording):
     A run is one `generate`, with all caches that the model is handed in it, or forwards by hand with one cache. The
     model may be enabled or not, and computes the same; neither it nor a cache is kept alive by a recorder. Of a forward
     that is compiled with its hooks (`torch.compile(model)`) nothing is seen; of `torch.compile(model.forward)` each
-    whole forward is.
+    whole forward is. Runs are told apart where one thread runs at a time, by their caches alone once the model was
+    enabled or disabled in the block.
 
         with windowkv.MemoryRecorder(model) as recorder:
             model.generate(**inputs)
