@@ -6,8 +6,8 @@ INSTALLED := $(VENV)/.installed
 # The oldest transformers that is supported, in front of everything else of .venv.
 FLOOR := transformers==5.17.*
 FLOOR_VENV := .venv-floor
-# What is tested with it: one test in eight of each of these files.
-FLOOR_TESTS := --one-in 8 $(patsubst %,tests/test_%.py,exact_output memory_bound cache continuation integration \
+# What is tested with it: one test in sixteen of each of these files.
+FLOOR_TESTS := --one-in 16 $(patsubst %,tests/test_%.py,exact_output memory_bound cache continuation integration \
 	persist prefix_store quantised static_cache layout matrix)
 
 .PHONY: demo test test-all test-floor lint docs package clean

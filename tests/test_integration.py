@@ -46,6 +46,8 @@ def test_disable_leaves_no_trace(model: Any) -> None:
     before = dict(vars(model))
     windowkv.enable(model)
     assert windowkv.disable(model) is model
+    with pytest.raises(OptionError, match="quantize='all' without kv_dtype"):
+        windowkv.enable(model, quantize="all")
     assert vars(model) == before
     assert type(cache_of(model)) is DynamicCache
 

@@ -333,7 +333,6 @@ def test_a_file_that_lies_about_its_codec_is_refused(lie: str, value: Any, tmp_p
         ({"kv_dtype": torch.int8}, "torch.int8"),
         ({"kv_dtype": ["int8"]}, "int8"),
         ({"kv_dtype": "int8", "quantize": "none"}, "none"),
-        ({"quantize": "all"}, "without kv_dtype"),
         ({"kv_dtype": "int4"}, "head_dim=15"),
     ],
 )

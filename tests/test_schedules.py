@@ -87,7 +87,7 @@ def test_any_schedule_agrees_with_a_forward_without_cache(name: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
+            max_examples=20,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -132,8 +132,6 @@ class Quantisation:
             raise OptionError(
                 f'quantize={self.quantize!r}: "full" for the full layers, "all" for those with a window too'
             )
-        if self.kv_dtype is None and self.quantize != "full":
-            raise OptionError(f"quantize={self.quantize!r} without kv_dtype: say in how many bits, kv_dtype='int8'")
 
     def __str__(self) -> str:
         """As a sentence names it."""
