@@ -951,6 +951,7 @@ def test_the_same_prompt_again_and_one_edited_in_the_middle(length: int) -> None
 @pytest.mark.parametrize("name", ["wide", "lfm2"])
 def test_beams_samples_chunks_and_streams_of_quantised_caches(name: str, options: dict[str, Any]) -> None:
     form = FORMS[1]
+    reference(name)  # built before anything is drawn: that seeds
     model, store = packing(name, form)
     system = tokens(1, 150)
     store.insert(system, cold(model, form, system, 150))
