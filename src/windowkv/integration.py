@@ -16,7 +16,7 @@ from windowkv.continuation import after_forward, before_forward
 from windowkv.errors import OptionError, UnsupportedModelError
 from windowkv.layout import keys_follow_length
 from windowkv.prefix.store import PrefixStore
-from windowkv.quantisation import Quantisation
+from windowkv.quantisation import Quantisation, check_unsaid
 from windowkv.seams import (
     DRAFTS,
     FEEDS_PROMPT,
@@ -97,8 +97,8 @@ def enable(
     if prefill_chunk == "auto" and (static or not is_plain_decoder(target) or keys_follow_length(target.config)):
         chunk = None
     quantisation = Quantisation(kv_dtype, quantize)
-    if kv_dtype is None and quantize != "full":
-        raise OptionError(f"quantize={quantize!r} without kv_dtype: say in how many bits, kv_dtype='int8'")
+    if kv_dtype is None:
+        check_unsaid(quantize)
     options = GenerationOptions(rollback, chunk, prefix_store, quantisation, static, max_cache_len, offload)
     if static and kv_dtype is not None:
         raise OptionError(f'kv_dtype={kv_dtype!r} with cache="static": static caches are not quantised')

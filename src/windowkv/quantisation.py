@@ -171,3 +171,9 @@ class Quantisation:
                     raise OptionError(
                         f"kv_dtype={self.kv_dtype!r}: head_dim={head_dim} is odd, and two codes share a byte"
                     )
+
+
+def check_unsaid(quantize: str) -> None:
+    """Raise OptionError where a caller says which layers are quantised, and not in how many bits."""
+    if quantize != "full":
+        raise OptionError(f"quantize={quantize!r} without kv_dtype: say in how many bits, kv_dtype='int8'")

@@ -38,7 +38,7 @@ from windowkv.prefix.parts import (
 from windowkv.prefix.texts import Text, Tokens, as_ids
 from windowkv.prefix.tree import Ids, Node, Tree, common_prefix, prune
 from windowkv.prefix.writer import BackgroundWriter
-from windowkv.quantisation import Form, Quantisation
+from windowkv.quantisation import Form, Quantisation, check_unsaid
 
 logger = logging.getLogger(__name__)
 
@@ -291,8 +291,7 @@ class PrefixStore:
         """The form that options name."""
         if kv_dtype != "bound":
             return Quantisation(kv_dtype, quantize).form(rollback)
-        if quantize != "full":
-            raise OptionError(f"quantize={quantize!r} without kv_dtype: say in how many bits, kv_dtype='int8'")
+        check_unsaid(quantize)
         return self._form
 
     def _tree_of(self, form: Form) -> Tree[Block, Checkpoint]:
