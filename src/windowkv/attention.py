@@ -85,11 +85,25 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor
     first = int(starts.min())
     if first:
         keys, values, starts = keys[:, :, first:], values[:, :, first:], starts - first
-    if not scoring.plain:
-        return masked_attention(query, keys, values, starts, scoring)
     if len(starts) == 1 or not starts.any():
-        return _unmasked_attention(query, keys, values, scoring.scale)
-    return _fused_block(query, keys, values, starts, scoring)
+        return unmasked_attention(query, keys, values, scoring)
+    return (_fused_block if scoring.plain else masked_attention)(query, keys, values, starts, scoring)
+
+
+def unmasked_attention(query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+    """`decode_attention` where every query sees every key."""
+    if not scoring.plain:
+        return masked_attention(query, keys, values, torch.zeros(1, 1, dtype=torch.long), scoring)
+    length, rows = keys.shape[TOKENS], keys.shape[0] * keys.shape[1]
+    # The fused kernel gives each thread whole rows of the batch and heads of keys: with too few of them, some rest.
+    # In bfloat16 nothing is gained by employing these.
+    resting = query.device.type == "cpu" and rows < torch.get_num_threads() and not _products_win(query)
+    if resting and length <= _SHORT:
+        return F.scaled_dot_product_attention(query, keys, values, scale=scoring.scale, enable_gqa=True)
+    packed = _packed(query, keys.shape[1])
+    if resting and length >= _LONG and values.shape[-1] == keys.shape[-1]:
+        return _unpacked(_split_attention(packed, keys, values, scoring.scale, parts=2 * torch.get_num_threads()), 1)
+    return _unpacked(F.scaled_dot_product_attention(packed, keys, values, scale=scoring.scale), 1)
 
 
 def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -117,20 +131,6 @@ def aligned_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float)
     bias = causal_lower_right(query.shape[TOKENS], keys.shape[TOKENS])
     keys, values = (_repeated(states, query.shape[1]) for states in (keys, values))
     return F.scaled_dot_product_attention(query, keys, values, bias, scale=scale)
-
-
-def _unmasked_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attention of one query per row to all keys."""
-    length, packed = keys.shape[TOKENS], _packed(query, keys.shape[1])
-    # The fused kernel gives each thread whole rows of the batch and heads of keys: with too few of them, some rest.
-    # In bfloat16 nothing is gained by employing these.
-    resting = keys.shape[0] * keys.shape[1] < torch.get_num_threads() and not _products_win(query)
-    resting = resting and query.device.type == "cpu"
-    if resting and length <= _SHORT:
-        return F.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True)
-    if resting and length >= _LONG and values.shape[-1] == keys.shape[-1]:
-        return _unpacked(_split_attention(packed, keys, values, scale, parts=2 * torch.get_num_threads()), 1)
-    return _unpacked(F.scaled_dot_product_attention(packed, keys, values, scale=scale), 1)
 
 
 def _split_attention(packed: Tensor, keys: Tensor, values: Tensor, scale: float, parts: int) -> Tensor:

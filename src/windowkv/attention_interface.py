@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from windowkv.attention import Scoring, ranges_attention, visible
+from windowkv.attention import Scoring, ranges_attention, unmasked_attention, visible
 from windowkv.layout import BIDIRECTIONAL_PROMPT, CacheLayout
 
 _PREFIX = "windowkv_"
@@ -60,12 +60,18 @@ def ranges_mask(
 ) -> Tensor | None:
     """The first slot that each query sees, where that says all, else the base's own mask.
 
-    The former is int32 `[B or 1, 1, Q, 1]`, and on the CPU: it is read there.
+    The former is int32 `[B or 1, 1, Q, 1]`, and on the CPU: it is read there. A single query that sees everything has
+    None for sdpa, which is what that base gives it too.
     Arguments as transformers' `sdpa_mask`. What each query sees must be one run of slots that ends at its own, which is
     so for windows, chunks and left padding over keys that end with the newest query.
     """
     if _covered(q_length, kv_length, q_offset, kv_offset, **kwargs):
-        padding = _left_padding(attention_mask, kv_length, kv_offset)
+        padded = attention_mask if attention_mask is not None and not attention_mask.all() else None
+        if base == "sdpa" and q_length == 1 and padded is None:
+            row, head, query, key = torch.arange(batch_size), *map(torch.tensor, (0, q_offset, kv_offset))
+            if bool(mask_function(row, head, query, key).all()):
+                return None
+        padding = _left_padding(padded, kv_length, kv_offset)
         if padding is not None:
             own = torch.arange(q_offset, q_offset + q_length)
             first = _first_visible(mask_function, batch_size, own.to(kwargs.get("device", "cpu")), kv_offset).cpu()
@@ -100,12 +106,12 @@ def ranges_forward(
     Whatever it does not do itself goes to the base with the mask that it would have had.
     """
     if attention_mask is None or attention_mask.dtype != _STARTS:
-        if (
-            base == "sdpa"
-            and _is_masked_step(query, key, attention_mask)
-            and _plain(module, query, key, base, **kwargs)
-        ):
-            return _masked_step(query, key, value, attention_mask, kwargs.get("scaling")), None
+        if base == "sdpa" and query.shape[2] == 1 and _plain(module, query, key, base, **kwargs):
+            if _is_masked_step(query, key, attention_mask):
+                return _masked_step(query, key, value, attention_mask, kwargs.get("scaling")), None
+            if attention_mask is None and query.device.type == "cpu" and not _is_traced():
+                output = unmasked_attention(query, key, value, _scoring(query, **kwargs))
+                return output.transpose(1, 2).contiguous(), None
         return _hand_over(base, module, query, key, value, attention_mask, **kwargs)
     starts = attention_mask[:, 0, :, 0].cpu()  # hooks of models on several devices move whatever they are handed
     if not _plain(module, query, key, base, **kwargs):
@@ -114,15 +120,19 @@ def ranges_forward(
             lowest = torch.finfo(query.dtype).min
             seen = query.new_zeros(seen.shape).masked_fill_(~seen, lowest)
         return _hand_over(base, module, query, key, value, seen, **kwargs)
-    scale = kwargs.get("scaling")
-    scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-    return ranges_attention(query, key, value, starts, scoring).transpose(1, 2).contiguous(), None
+    return ranges_attention(query, key, value, starts, _scoring(query, **kwargs)).transpose(1, 2).contiguous(), None
+
+
+def _scoring(
+    query: Tensor, *, scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any
+) -> Scoring:
+    return Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
 
 
 def _is_masked_step(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bool:
-    """Whether one query per row shares keys with others in its group, under a mask that is the same for all heads."""
+    """Whether single queries share keys with others in their group, under a mask that is the same for all heads."""
     masked = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] == 1
-    return masked and query.shape[2] == 1 and query.shape[1] > key.shape[1]
+    return masked and query.shape[1] > key.shape[1]
 
 
 def _masked_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -153,13 +163,17 @@ def _covered(
         allow_is_causal_skip
         and not use_vmap
         and _worthwhile(torch.device(device).type, q_length)
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        and not _is_traced()
         # Static caches show keys that are yet to come, and count in tensors.
         and isinstance(q_offset, int)
         and q_length > 0
         and kv_offset + kv_length == q_offset + q_length
     )
+
+
+def _is_traced() -> bool:
+    """Whether a graph is made of what runs, so that no branch may hang on values or lengths."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _worthwhile(device_type: str, q_length: int) -> bool:
@@ -169,7 +183,7 @@ def _worthwhile(device_type: str, q_length: int) -> bool:
 
 def _left_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
     """How many of the keys are padding, `[B or 1, 1]`; None when some padding is not on the left."""
-    if attention_mask is None or bool(attention_mask.all()):
+    if attention_mask is None:
         return torch.zeros(1, 1, dtype=torch.long)
     if attention_mask.ndim != 2 or attention_mask.shape[1] < kv_offset + kv_length:
         return None
