@@ -8,8 +8,10 @@ that one integer says a window, a chunk, left padding and any mixture of them. S
 the tensors do: which keys a block of queries reads is decided there, and nothing waits for an accelerator.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,8 @@ BLOCK = 128  # queries taken together: as good as any of 64 to 512 on a CPU, for
 _ACCELERATOR_BLOCK = 512  # larger, since every block costs launches there
 _SCORES = 1 << 24  # most scores that are held at once
 _SHORT, _LONG = 512, 4096  # keys that few heads do not share, and from which on they split them, between threads
+
+_Band = tuple[slice, slice, Tensor]  # queries, the slots that one of them sees, their starts from the first of those
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,9 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor
         keys, values, starts = keys[:, :, first:], values[:, :, first:], starts - first
     if len(starts) == 1 or not starts.any():
         return unmasked_attention(query, keys, values, scoring)
-    return (_fused_block if scoring.plain else masked_attention)(query, keys, values, starts, scoring)
+    if not scoring.plain:
+        return masked_attention(query, keys, values, starts, scoring)
+    return _fused_block(query, keys, values, _additive_mask(query, keys, starts), scoring)
 
 
 def unmasked_attention(query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
@@ -115,15 +121,15 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     queries, past = query.shape[TOKENS], keys.shape[TOKENS] - query.shape[TOKENS]
     if query.device.type != "cpu":
         return aligned_attention(query, keys, values, scale)
-    near_keys, near_values = (_repeated(states[:, :, past:], query.shape[1]) for states in (keys, values))
     if not past:
-        return F.scaled_dot_product_attention(query, near_keys, near_values, is_causal=True, scale=scale)
+        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=True)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    near, near_norm = flash(query, near_keys, near_values, 0.0, True, scale=scale)
+    near, near_norm = flash(query, keys[:, :, past:], values[:, :, past:], 0.0, True, scale=scale)
     packed = _packed(query, keys.shape[1])
     far, far_norm = flash(packed, keys[:, :, :past], values[:, :, :past], 0.0, False, scale=scale)
-    near_share = torch.sigmoid(near_norm - far_norm.reshape(near_norm.shape))[..., None].to(query.dtype)
-    return torch.lerp(_unpacked(far, queries), near, near_share)
+    far_share = torch.sigmoid(far_norm.reshape(near_norm.shape) - near_norm)[..., None].to(query.dtype)
+    joined: Tensor = near.lerp_(_unpacked(far, queries), far_share)
+    return joined
 
 
 def aligned_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -175,17 +181,20 @@ def _blocks_attention(query: Tensor, keys: Tensor, values: Tensor, starts: Tenso
     out = query.new_empty(batch, queries, heads, values.shape[-1]).transpose(1, 2)
     block = BLOCK if query.device.type == "cpu" else _ACCELERATOR_BLOCK
     bands = _bands(starts, keys.shape[TOKENS], rows=batch * heads, block=block)
-    attend = _fused_block
-    if not scoring.plain or _products_win(query):
-        # One place for the scores of all blocks: bands that grow would leave holes behind that fit none of them.
-        largest = max((part.stop - part.start) * (band.stop - band.start) for part, band, _ in bands)
-        attend = partial(_product_block, query.new_empty(batch * heads * largest))
+    if scoring.plain and not _products_win(query):
+        for part, band, mask in _masks(bands, query, keys):
+            out[:, :, part] = _fused_block(query[:, :, part], keys[:, :, band], values[:, :, band], mask, scoring)
+        return out
+    # One place for the scores of all blocks: bands that grow would leave holes behind that fit none of them.
+    largest = max((part.stop - part.start) * (band.stop - band.start) for part, band, _ in bands)
+    scratch = query.new_empty(batch * heads * largest)
     for part, band, part_starts in bands:
-        out[:, :, part] = attend(query[:, :, part], keys[:, :, band], values[:, :, band], part_starts, scoring)
+        block_states = query[:, :, part], keys[:, :, band], values[:, :, band]
+        out[:, :, part] = _product_block(scratch, *block_states, part_starts, scoring)
     return out
 
 
-def _bands(starts: Tensor, keys: int, rows: int, block: int) -> list[tuple[slice, slice, Tensor]]:
+def _bands(starts: Tensor, keys: int, rows: int, block: int) -> list[_Band]:
     """Blocks of queries, the slots that one of them sees, and their starts counted from the first of those slots."""
     queries = starts.shape[1]
     widest = int((torch.arange(keys - queries, keys) - starts).max()) + block
@@ -198,8 +207,17 @@ def _bands(starts: Tensor, keys: int, rows: int, block: int) -> list[tuple[slice
     ]
 
 
-def _fused_block(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scoring: Scoring) -> Tensor:
-    mask = _additive_mask(query, keys, starts)
+def _masks(bands: list[_Band], query: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The bands with masks for their starts. Most blocks of a window see alike and share one: making it takes time."""
+    mask, seen = None, None
+    for part, band, starts in bands:
+        sees = (band.stop - band.start, starts)
+        if mask is None or seen is None or sees[0] != seen[0] or not torch.equal(starts, seen[1]):
+            mask, seen = _additive_mask(query[:, :, part], keys[:, :, band], starts), sees
+        yield part, band, mask
+
+
+def _fused_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
     packed = _packed(query, keys.shape[1])
     out = F.scaled_dot_product_attention(packed, keys, values, mask, scale=scoring.scale)
     return _unpacked(out, query.shape[TOKENS])
@@ -242,8 +260,16 @@ def _additive_mask(query: Tensor, keys: Tensor, starts: Tensor) -> Tensor:
 
 
 def _products_win(query: Tensor) -> bool:
-    """Whether matrix products are faster than the fused kernel, which on a CPU gains nothing from bfloat16."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16
+    """Whether matrix products are faster than the fused kernel, which gains from bfloat16 by matrix units alone."""
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and not _has_matrix_units()
+
+
+@cache
+def _has_matrix_units() -> bool:
+    """Whether the CPU multiplies bfloat16 by AMX, as Xeons do since Sapphire Rapids."""
+    # The first torch 2.11 may not tell.
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("amx_bf16"))
 
 
 def _packed(states: Tensor, kv_heads: int) -> Tensor:
