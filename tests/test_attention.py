@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from windowkv import attention
 from windowkv.attention import (
     BLOCK,
     Scoring,
@@ -22,6 +23,12 @@ from windowkv.window import sees
 
 PLAIN, CAPPED = Scoring(0.3), Scoring(0.3, softcap=2.0)
 WITH_SINKS = Scoring(0.3, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+
+
+@pytest.fixture(params=[True, False], ids=["matrix-units", "none"])
+def either_processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs with and without matrix units take different ways in bfloat16, and every CPU can go both."""
+    monkeypatch.setattr(attention, "_has_matrix_units", lambda: request.param)
 
 
 def states(
@@ -126,6 +133,7 @@ def test_ragged_rows_equal_each_row_alone(queries: int, window: int | None) -> N
         torch.testing.assert_close(together[row : row + 1, :, real:], alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("either_processor")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [50, None])
 @pytest.mark.parametrize("queries", [1, 200])
@@ -183,6 +191,7 @@ def largest_allocation(query: Tensor, keys: Tensor, values: Tensor, starts: Tens
     return allocations.largest
 
 
+@pytest.mark.usefixtures("either_processor")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_prompt_makes_no_tensor_larger_than_its_own_queries(dtype: torch.dtype) -> None:
     query, keys, values = problem(16_384, 0, kv_heads=1, dtype=dtype)
@@ -190,12 +199,27 @@ def test_a_long_prompt_makes_no_tensor_larger_than_its_own_queries(dtype: torch.
     assert largest == query.nbytes  # one mask of all pairs would be 256 times as large
 
 
+@pytest.mark.usefixtures("either_processor")
 @pytest.mark.parametrize("scoring", [PLAIN, WITH_SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_full_attention_of_a_long_prompt_makes_no_mask_of_all_pairs(dtype: torch.dtype, scoring: Scoring) -> None:
     query, keys, values = problem(4096, 0, kv_heads=1, dtype=dtype)
     largest = largest_allocation(query, keys, values, window_starts(4096, 0, None), scoring)
     assert largest < 4096 * 4096  # bytes: less than even a bool for each pair
+
+
+@pytest.mark.parametrize(("window", "past", "masks"), [(100, 300, 1), (100, 0, 2), (BLOCK + 2, 0, 3)])
+def test_blocks_that_see_alike_share_a_mask(
+    window: int, past: int, masks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    make = attention._additive_mask
+    monkeypatch.setattr(attention, "_additive_mask", lambda *arguments: made.append(arguments) or make(*arguments))
+    query, keys, values = problem(6 * BLOCK, past)
+    starts = window_starts(6 * BLOCK, past, window)
+    out = ranges_attention(query, keys, values, starts, PLAIN)
+    assert len(made) == masks  # one more while the window fills
+    torch.testing.assert_close(out, masked_attention(query, keys, values, starts, PLAIN), atol=1e-5, rtol=0)
 
 
 def test_decoding_copies_no_key_and_makes_no_mask_when_all_rows_see_the_same() -> None:

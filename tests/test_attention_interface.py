@@ -29,7 +29,7 @@ from tiny import (
     tokens,
     uncached,
 )
-from windowkv import DynamicSlidingWindowCache, OptionError, attention_interface
+from windowkv import DynamicSlidingWindowCache, OptionError, attention, attention_interface
 from windowkv.attention import visible
 from windowkv.attention_interface import ranges_mask
 
@@ -99,7 +99,11 @@ def test_beams_drafts_and_samples_equal_the_models_own(name: str) -> None:
         assert torch.equal(generated(model, ids, 12, **options), expected)
 
 
-def test_bfloat16_is_as_near_to_full_precision_as_the_models_own() -> None:
+@pytest.mark.parametrize("matrix_units", [True, False])
+def test_bfloat16_is_as_near_to_full_precision_as_the_models_own(
+    matrix_units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_has_matrix_units", lambda: matrix_units)
     plain, ids = MODELS["gemma3"](), tokens(4, 60)
     exact = logits(plain, ids)
     plain.to(torch.bfloat16)
