@@ -15,10 +15,11 @@ MAP = (ROOT / "docs" / "architecture.md").read_text()
 
 # A module imports only from rows above its own.
 ROWS = [
-    {"errors", "window", "units"},
+    {"errors", "window", "units", "processor"},
     {
         "layout",
         "attention",
+        "chunks",
         "history",
         "changes",
         "tiny_sizes",
@@ -83,8 +84,10 @@ WITHOUT_TRANSFORMERS = WITHOUT_TORCH | {
     "packed_buffer",
     "offload",
     "attention",
+    "chunks",
     "history",
     "changes",
+    "processor",
     "rows",
     "cache_file",
 }

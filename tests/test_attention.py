@@ -28,7 +28,7 @@ WITH_SINKS = Scoring(0.3, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
 @pytest.fixture(params=[True, False], ids=["matrix-units", "none"])
 def either_processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPUs with and without matrix units take different ways in bfloat16, and every CPU can go both."""
-    monkeypatch.setattr(attention, "_has_matrix_units", lambda: request.param)
+    monkeypatch.setattr(attention, "has_matrix_units", lambda: request.param)
 
 
 def states(

@@ -29,7 +29,7 @@ from tiny import (
     tokens,
     uncached,
 )
-from windowkv import DynamicSlidingWindowCache, OptionError, attention, attention_interface
+from windowkv import DynamicSlidingWindowCache, OptionError, attention_interface, chunks
 from windowkv.attention import visible
 from windowkv.attention_interface import ranges_mask
 
@@ -103,7 +103,7 @@ def test_beams_drafts_and_samples_equal_the_models_own(name: str) -> None:
 def test_bfloat16_is_as_near_to_full_precision_as_the_models_own(
     matrix_units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_has_matrix_units", lambda: matrix_units)
+    monkeypatch.setattr("windowkv.attention.has_matrix_units", lambda: matrix_units)
     plain, ids = MODELS["gemma3"](), tokens(4, 60)
     exact = logits(plain, ids)
     plain.to(torch.bfloat16)
@@ -410,8 +410,24 @@ def test_a_long_prompt_is_read_in_chunks() -> None:
     assert chunks_of(enabled("gemma3", prefill_chunk=16), ids) == [16, 16, 16, 2, 1, 1]
     assert chunks_of(enabled("gemma3", prefill_chunk=None), ids) == [50, 1, 1]
     assert chunks_of(enabled("gemma3"), ids) == [50, 1, 1]
-    assert chunks_of(enabled("gemma3"), tokens(1, 2050)) == [1024, 1024, 2, 1, 1]
     assert chunks_of(enabled("gemma3", prefill_chunk=16), ids, prefill_chunk_size=40) == [40, 10, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "matrix_units", "expected"),
+    [
+        (torch.float32, True, [1024, 1024, 2]),
+        (torch.bfloat16, True, [2048, 2]),
+        (torch.bfloat16, False, [1024, 1024, 2]),
+        (torch.float16, True, [1024, 1024, 2]),
+    ],
+)
+def test_the_automatic_chunk_is_what_the_processor_is_best_at(
+    dtype: torch.dtype, matrix_units: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "has_matrix_units", lambda: matrix_units)
+    model = enabled("gemma3").to(dtype)  # after it was enabled
+    assert chunks_of(model, tokens(1, 2050)) == [*expected, 1, 1]
 
 
 def test_chunks_are_for_our_cache_only() -> None:

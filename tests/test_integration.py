@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 
 import windowkv
 from tiny import MODELS, WINDOW, cache_argument, generated, tokens, uncached
-from windowkv import DynamicSlidingWindowCache, OptionError, UnsupportedModelError, integration
+from windowkv import DynamicSlidingWindowCache, OptionError, UnsupportedModelError, chunks
 
 
 def cache_of(model: Any, ids: Any = None, **options: Any) -> Any:
@@ -140,7 +140,7 @@ def paligemma() -> Any:
 
 @pytest.mark.parametrize("build", [openai_gpt, paligemma])
 def test_prompts_that_cannot_be_read_in_chunks_are_not(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integration, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(chunks, "SMALL", 8)
     ids = tokens(2, 30) % 100 + 3
     expected = generated(build(), ids, 8)
     assert torch.equal(generated(windowkv.enable(build()), ids, 8), expected)

@@ -8,15 +8,15 @@ that one integer says a window, a chunk, left padding and any mixture of them. S
 the tensors do: which keys a block of queries reads is decided there, and nothing waits for an accelerator.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+
+from windowkv.processor import has_matrix_units
 
 TOKENS = 2  # the dimension of [B, H, T, D] that holds tokens
 BLOCK = 128  # queries taken together: as good as any of 64 to 512 on a CPU, for windows of 512 to 4096
@@ -261,15 +261,7 @@ def _additive_mask(query: Tensor, keys: Tensor, starts: Tensor) -> Tensor:
 
 def _products_win(query: Tensor) -> bool:
     """Whether matrix products are faster than the fused kernel, which gains from bfloat16 by matrix units alone."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and not _has_matrix_units()
-
-
-@cache
-def _has_matrix_units() -> bool:
-    """Whether the CPU multiplies bfloat16 by AMX, as Xeons do since Sapphire Rapids."""
-    # The first torch 2.11 may not tell.
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("amx_bf16"))
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and not has_matrix_units()
 
 
 def _packed(states: Tensor, kv_heads: int) -> Tensor:

@@ -12,6 +12,7 @@ from transformers import GenerationMixin
 
 from windowkv.attention_interface import base_name, fast_name, is_plain_decoder
 from windowkv.cache import ROLLBACK
+from windowkv.chunks import Chunk, checked_chunk
 from windowkv.continuation import after_forward, before_forward
 from windowkv.errors import OptionError, UnsupportedModelError
 from windowkv.layout import keys_follow_length
@@ -35,16 +36,12 @@ logger = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT")
 
-# Tokens of a prompt that are read in one forward. Of 512, 1,024 and 2,048, which differ by a tenth in time, the largest
-# that takes no more memory than transformers does with the chunk that is best for it (Gemma 3 270M, 8k and 16k tokens).
-PREFILL_CHUNK = 1024
-
 
 def enable(
     model: ModelT,
     *,
     rollback: int = ROLLBACK,
-    prefill_chunk: int | Literal["auto"] | None = "auto",
+    prefill_chunk: Chunk = "auto",
     attention: Literal["auto", "model"] = "auto",
     prefix_store: PrefixStore | None = None,
     kv_dtype: str | None = None,
@@ -67,9 +64,10 @@ def enable(
     Args:
         model: a transformers model with `generate`.
         rollback: how far back from the furthest position reached a cache can always go, in tokens.
-        prefill_chunk: how many tokens of a prompt are read at a time; "auto" is 1,024 for decoders known to give the
-            same result then, and None the whole prompt at once. Prompts with inputs that generate cannot split
-            (images, embeddings), and the prompts of models with recurrent layers, are read at once.
+        prefill_chunk: how many tokens of a prompt are read at a time. "auto" is 1,024 for decoders known to give the
+            same result then, and 2,048 in bfloat16 on CPUs with matrix units (AMX); None is the whole prompt at once.
+            Prompts with inputs that generate cannot split (images, embeddings), and the prompts of models with
+            recurrent layers, are read at once.
         attention: "auto" computes only what each layer's window lets a query see, where that is known to give the
             model's own result, and otherwise does as "model", which leaves the model's attention as it is.
         prefix_store: where prompts of ids alone find what others had computed of their beginning, and leave what they
@@ -93,7 +91,7 @@ def enable(
     static = _checked_static(target, cache, max_cache_len, prefix_store)
     if offload and (static or prefix_store is not None):
         raise OptionError('offload=True: neither with cache="static" nor with a prefix_store; use one of them')
-    chunk = _checked_chunk(prefill_chunk)
+    chunk = checked_chunk(prefill_chunk)
     if prefill_chunk == "auto" and (static or not is_plain_decoder(target) or keys_follow_length(target.config)):
         chunk = None
     quantisation = Quantisation(kv_dtype, quantize)
@@ -146,14 +144,6 @@ def _decoder_config(model: Any) -> Any:
 def _set_attention(model: Any, name: str | None) -> None:
     # The public setter would change the attention of a vision or audio tower too.
     _decoder_config(model)._attn_implementation_internal = name
-
-
-def _checked_chunk(prefill_chunk: Any) -> int | None:
-    if prefill_chunk == "auto":
-        return PREFILL_CHUNK
-    if prefill_chunk is None or (isinstance(prefill_chunk, int) and prefill_chunk is not True and prefill_chunk > 0):
-        return prefill_chunk
-    raise OptionError(f'prefill_chunk={prefill_chunk!r}: a number of tokens >= 1, "auto", or None for no chunks')
 
 
 def _checked_static(model: Any, cache: Any, max_cache_len: int | None, prefix_store: PrefixStore | None) -> bool:

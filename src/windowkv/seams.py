@@ -17,6 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMode
 
 from windowkv.cache import DynamicSlidingWindowCache
+from windowkv.chunks import Chunk, chunk_tokens
 from windowkv.continuation import (
     CACHE_NAMES,
     TEXT_INPUTS,
@@ -51,7 +52,7 @@ class GenerationOptions:
     """What `generate` of an enabled model does differently."""
 
     rollback: int
-    prefill_chunk: int | None
+    prefill_chunk: Chunk
     prefix_store: PrefixStore | None
     quantisation: Quantisation
     static: bool
@@ -167,7 +168,7 @@ class Prefill(Seam):
             cache.check_fits(cache.get_seq_length() + generation_config.max_length - 1)
         # This is generate's own copy of the config, made for one call.
         if generation_config.prefill_chunk_size is None and _can_be_chunked(model, model_kwargs):
-            generation_config.prefill_chunk_size = self.options.prefill_chunk
+            generation_config.prefill_chunk_size = chunk_tokens(self.options.prefill_chunk, model)
         feed = partial(_feed, partial(getattr(type(model), FEEDS_PROMPT), model, **kwargs))
         store = self.options.prefix_store
         texts = None
