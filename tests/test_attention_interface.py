@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,13 @@ import torch
 import transformers as hf
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 import windowkv
 from tiny import (
@@ -152,6 +159,28 @@ def test_the_starts_say_what_the_mask_of_transformers_says(
     ours = visible(torch.tensor(starts_of(ranges)), arguments["kv_length"])[:, None]
     real = theirs.any(dim=-1, keepdim=True)  # a query that is padding sees nothing there and itself here
     assert torch.equal((ours & real).expand_as(theirs), theirs)
+
+
+@pytest.mark.parametrize("told", [{}, {"config": SimpleNamespace(attention_chunk_size=None)}], ids=["", "config"])
+@pytest.mark.parametrize("kv_length", range(1, 8))
+@pytest.mark.parametrize("past", range(12))
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_single_query_has_no_mask_where_it_sees_every_key(
+    chunk: int | None, past: int, kv_length: int, told: dict[str, Any]
+) -> None:
+    """Over as many keys as a cache may show, and not only those that ours shows."""
+    if kv_length > past + 1:
+        return
+    offset, local = past + 1 - kv_length, 4
+    function = sliding_window_causal_mask_function(local)
+    if chunk is not None:
+        function = chunked_causal_mask_function(chunk, torch.zeros(2, dtype=torch.long))
+        told = told and {"config": SimpleNamespace(attention_chunk_size=chunk)}
+    mask = ranges_mask(2, 1, kv_length, past, offset, function, base="sdpa", local_size=local, **told)
+    sees = [key > past - local if chunk is None else key // chunk == past // chunk for key in range(offset, past + 1)]
+    assert (mask is None) == all(sees)
+    if mask is not None:
+        assert starts_of(mask) == [[sees.index(True)]]
 
 
 def test_rows_that_see_the_same_are_said_once() -> None:

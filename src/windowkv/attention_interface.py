@@ -67,10 +67,9 @@ def ranges_mask(
     """
     if _covered(q_length, kv_length, q_offset, kv_offset, **kwargs):
         padded = attention_mask if attention_mask is not None and not attention_mask.all() else None
-        if base == "sdpa" and q_length == 1 and padded is None:
-            row, head, query, key = torch.arange(batch_size), *map(torch.tensor, (0, q_offset, kv_offset))
-            if bool(mask_function(row, head, query, key).all()):
-                return None
+        single = base == "sdpa" and q_length == 1 and padded is None
+        if single and _sees_all(mask_function, batch_size, kv_length, q_offset, kv_offset, **kwargs):
+            return None
         padding = _left_padding(padded, kv_length, kv_offset)
         if padding is not None:
             own = torch.arange(q_offset, q_offset + q_length)
@@ -169,6 +168,30 @@ def _covered(
         and q_length > 0
         and kv_offset + kv_length == q_offset + q_length
     )
+
+
+def _sees_all(
+    mask_function: Callable[..., Tensor],
+    batch_size: int,
+    kv_length: int,
+    q_offset: int,
+    kv_offset: int,
+    *,
+    local_size: int | None = None,
+    config: Any = None,
+    **_: Any,
+) -> bool:
+    """Whether a single query sees every key, all of them real.
+
+    A mask function's tensor operations take as long as a layer's attention: it is asked only where nothing else tells.
+    """
+    if local_size is None and mask_function is causal_mask_function:
+        return True
+    windows = config is not None and getattr(config, "attention_chunk_size", None) is None  # no chunks, that is
+    if local_size is not None and kv_length <= local_size and (kv_offset == 0 or windows):
+        return True
+    head, query, key = torch.tensor((0, q_offset, kv_offset)).unbind()
+    return bool(mask_function(torch.arange(batch_size), head, query, key).all())
 
 
 def _is_traced() -> bool:

@@ -48,7 +48,7 @@ def before_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
 
     Raises InputError when an earlier change broke off.
     """
-    if (cache := _recording(_named(module, args, kwargs))) is not None:
+    if (cache := _recording(args, kwargs)) is not None:
         cache.check_whole()
         cache.changes.begin()
         if cache.layout.foreign:  # their states are written by model code, past the cache
@@ -57,10 +57,10 @@ def before_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
 
 def after_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Remember the ids that a cache was fed; a forward hook."""
-    arguments = _named(module, args, kwargs)
-    cache = _recording(arguments)
+    cache = _recording(args, kwargs)
     if cache is None or cache.history is None:
         return
+    arguments = _named(module, args, kwargs)
     history, new = cache.history, cache.get_seq_length() - len(cache.history)
     ids = _plain_ids(arguments)
     if ids is None:
@@ -172,9 +172,10 @@ def _plain_ids(arguments: dict[str, Any]) -> Tensor | None:
     return ids if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2) else None
 
 
-def _recording(arguments: dict[str, Any]) -> DynamicSlidingWindowCache | None:
+def _recording(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamicSlidingWindowCache | None:
+    """The cache among a forward's arguments, if it remembers ids. By its type, since naming arguments takes time."""
     # A compiled graph would be compiled anew for every length of the history.
     if torch.compiler.is_compiling():
         return None
-    cache = handed_cache(arguments)
-    return cache if isinstance(cache, DynamicSlidingWindowCache) and cache.history is not None else None
+    caches = (value for value in (*kwargs.values(), *args) if isinstance(value, DynamicSlidingWindowCache))
+    return next((cache for cache in caches if cache.history is not None), None)
