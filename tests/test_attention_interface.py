@@ -107,6 +107,22 @@ def test_beams_drafts_and_samples_equal_the_models_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("matrix_units", [True, False])
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "mistral-full", "gpt_oss", "gemma2"])
+def test_autocast_is_what_it_is_without(name: str, matrix_units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotated queries and keys are float32 there, and values are not."""
+    monkeypatch.setattr("windowkv.attention.has_matrix_units", lambda: matrix_units)
+    monkeypatch.setattr("windowkv.attention._LONG", 20)
+    monkeypatch.setattr("windowkv.attention._SHORT", 10)
+    ids, ours, theirs = tokens(1, 40), enabled(name), shared_model(name)
+    exact, errors = logits(theirs, ids), []
+    for model, cache in ((theirs, DynamicCache(config=theirs.config)), (ours, DynamicSlidingWindowCache(ours.config))):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            parts = [model(part, **cache_argument(model, cache)).logits for part in ids.split([20, 18, 1, 1], dim=1)]
+        errors.append((torch.cat(parts, dim=1).float() - exact).norm())
+    assert errors[1] < 1.3 * errors[0]
+
+
+@pytest.mark.parametrize("matrix_units", [True, False])
 def test_bfloat16_is_as_near_to_full_precision_as_the_models_own(
     matrix_units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import windowkv
 from tiny import (
@@ -27,6 +28,7 @@ from tiny import (
     uncached,
 )
 from windowkv import DynamicSlidingWindowCache, InputError, RollbackError
+from windowkv.continuation import after_forward
 
 
 def enabled(name: str, **options: Any) -> Any:
@@ -425,6 +427,13 @@ def test_what_is_fed_in_between_by_any_way_is_not_taken_for_another_text(feed: A
     text = torch.cat((ids, tokens(1, 8, seed=9)), dim=1)
     expected = uncached(shared_model("mistral"), text, 10)
     assert torch.equal(generated(model, text, 10, **cache_argument(model, cache)), expected)
+
+
+def test_a_forward_with_two_caches_is_remembered_by_the_one_that_it_uses() -> None:
+    model, ids = enabled("mistral"), tokens(1, 30)
+    cache = used(model, ids)
+    after_forward(model, (), {"input_ids": tokens(1, 4), "cache": DynamicCache(), "past_key_values": cache}, None)
+    assert len(cache.history) == 39
 
 
 def test_a_shallow_copy_takes_nothing_along_when_it_is_disabled() -> None:

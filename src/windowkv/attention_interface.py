@@ -109,7 +109,7 @@ def ranges_forward(
             if _is_masked_step(query, key, attention_mask):
                 return _masked_step(query, key, value, attention_mask, kwargs.get("scaling")), None
             if attention_mask is None and query.device.type == "cpu" and not _is_traced():
-                output = unmasked_attention(query, key, value, _scoring(query, **kwargs))
+                output = unmasked_attention(*_autocast(query, key, value), _scoring(query, **kwargs))
                 return output.transpose(1, 2).contiguous(), None
         return _hand_over(base, module, query, key, value, attention_mask, **kwargs)
     starts = attention_mask[:, 0, :, 0].cpu()  # hooks of models on several devices move whatever they are handed
@@ -119,7 +119,16 @@ def ranges_forward(
             lowest = torch.finfo(query.dtype).min
             seen = query.new_zeros(seen.shape).masked_fill_(~seen, lowest)
         return _hand_over(base, module, query, key, value, seen, **kwargs)
-    return ranges_attention(query, key, value, starts, _scoring(query, **kwargs)).transpose(1, 2).contiguous(), None
+    output = ranges_attention(*_autocast(query, key, value), starts, _scoring(query, **kwargs))
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What autocast would make of a kernel's arguments: it does not know all that are called here."""
+    if not torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _scoring(

@@ -173,9 +173,14 @@ def _plain_ids(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def _recording(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamicSlidingWindowCache | None:
-    """The cache among a forward's arguments, if it remembers ids. By its type, since naming arguments takes time."""
+    """The cache among a forward's arguments, if it remembers ids.
+
+    One without a keyword is found by its type, since naming arguments takes time.
+    """
     # A compiled graph would be compiled anew for every length of the history.
     if torch.compiler.is_compiling():
         return None
-    caches = (value for value in (*kwargs.values(), *args) if isinstance(value, DynamicSlidingWindowCache))
-    return next((cache for cache in caches if cache.history is not None), None)
+    cache = handed_cache(kwargs)
+    if cache is None:
+        cache = next((value for value in args if isinstance(value, DynamicSlidingWindowCache)), None)
+    return cache if isinstance(cache, DynamicSlidingWindowCache) and cache.history is not None else None
