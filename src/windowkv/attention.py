@@ -209,12 +209,12 @@ def _bands(starts: Tensor, keys: int, rows: int, block: int) -> list[_Band]:
 
 def _masks(bands: list[_Band], query: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
     """The bands with masks for their starts. Most blocks of a window see alike and share one: making it takes time."""
-    mask, seen = None, None
+    shared: tuple[int, Tensor, Tensor] | None = None  # how many slots, starts, mask
     for part, band, starts in bands:
-        sees = (band.stop - band.start, starts)
-        if mask is None or seen is None or sees[0] != seen[0] or not torch.equal(starts, seen[1]):
-            mask, seen = _additive_mask(query[:, :, part], keys[:, :, band], starts), sees
-        yield part, band, mask
+        slots = band.stop - band.start
+        if shared is None or slots != shared[0] or not torch.equal(starts, shared[1]):
+            shared = slots, starts, _additive_mask(query[:, :, part], keys[:, :, band], starts)
+        yield part, band, shared[2]
 
 
 def _fused_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
